@@ -3,7 +3,6 @@
 import lmscale.cli.ctrl_c  # noqa: F401
 
 # isort: split
-import dataclasses
 import sys
 from functools import partial
 
@@ -18,25 +17,22 @@ from lmscale.training.runtime.interruption import stop_before_training
 
 
 def train(values: dict, files: dict[str, str]) -> None:
-    """Build the config, check the job, and run `pretrain` on every rank: build model, data and Trainer, then fit.
+    """Resolve the configuration, and run `pretrain` on every rank: build model, data and Trainer, then fit.
 
     Ranks are started here, or are those of torchrun or srun.
 
     Args:
         files: texts by path, written into the run folder when training starts.
     """
-    from lmscale.training.runtime.fit import check_fits_host
-    from lmscale.training.runtime.paths import read_run
+    from lmscale.config.pretrain import RunConfig
+    from lmscale.training.resolve import resolve
 
-    run = read_run(values)
-    check_fits_host(run)
-    # torch and Lightning take seconds to import, so the cheap checks above come first.
     join_ranks()
-    from lmscale.training.pretrain import prepare_job, pretrain
+    job = resolve(RunConfig.from_dict(values), files)
+    from lmscale.training.pretrain import pretrain  # imports Lightning, which takes seconds
     from lmscale.training.runtime.launch import launch
 
-    job = dataclasses.replace(prepare_job(run), files=files)
-    launch(pretrain, job, job.layout.world_size, run.max_restarts, saves=True)
+    launch(pretrain, job, job.layout.world_size, job.run.max_restarts, saves=True)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

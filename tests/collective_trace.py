@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
@@ -140,7 +140,7 @@ class TraceReport:
 
 def trace_step(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     seq_length: int,
     dtype: torch.dtype = torch.bfloat16,

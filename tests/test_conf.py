@@ -53,7 +53,7 @@ def compose_train(*overrides: str) -> dict:
 
 def build(values: dict) -> tuple[RunConfig, TransformerConfig]:
     run = RunConfig.from_dict({**values, "run_dir": "/somewhere"})
-    return run, run.model.with_vocab_size(TINY_VOCAB_SIZE)
+    return run, run.model.resolve(TINY_VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("group, choice", CHOICES)

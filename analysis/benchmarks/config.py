@@ -7,7 +7,7 @@ from pathlib import Path
 from lmscale.config import Recompute, TransformerConfig
 from lmscale.config.checks import require_positive
 from lmscale.config.from_dict import build, keys_of, to_plain
-from lmscale.config.model import FLOAT8_MULTIPLE
+from lmscale.config.model import FLOAT8_MULTIPLE, ModelConfig
 from lmscale.config.training import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
@@ -132,16 +132,18 @@ class BenchConfig:
         """Tokens of a sequence: `seq_length`, or the model's positions."""
         return self.seq_length or self.transformer_config().max_position_embeddings
 
-    def transformer_config(self) -> TransformerConfig:
+    def transformer_config(self, attention: str = "sdpa") -> TransformerConfig:
         """The model.
+
+        Args:
+            attention: in place of `model.attention=auto`.
 
         Raises:
             ValueError: an unknown or missing key of `model`, or an invalid value.
         """
         values = {key: value for key, value in self.model.items() if key != "name"}
-        if values.get("vocab_size") is None:
-            values["vocab_size"] = PADDED_VOCABULARIES.get(values.get("family"))
-        return build(TransformerConfig, values, "model.").with_recompute(Recompute.NONE)
+        vocab_size = PADDED_VOCABULARIES.get(values.get("family"))
+        return build(ModelConfig, {"vocab_size": None} | values, "model.").resolve(vocab_size, attention)
 
     @classmethod
     def from_dict(cls, values: dict) -> "BenchConfig":

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import yaml
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
-from lmscale.planner.job import Job
 from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan, make_plan
+from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ RECORD = RECORDS / "h200_forecast.json"
 PEAK = 790e12  # large bf16 products on one H200
 GRAPH_LAUNCH_US = 1.5  # between the kernels of a replayed graph, assumed
 CUDNN_TFLOPS = {"attention_forward_tflops": 595.0, "attention_backward_tflops": 516.0}  # Shah et al. 2024
-ONE_DEVICE = ParallelConfig()
+ONE_DEVICE = Layout()
 FLOAT8 = "gpt_2.5b, fp8"
 # What the card is to show: model, tensor ranks, micro-batch, type -> share of the peak (fp8: 640 TFLOP/s).
 GOALS = {
@@ -85,13 +85,13 @@ def plan_of(
     dtype: str,
     cluster: Cluster,
     num_micro_batches: int = 1,
-    layout: ParallelConfig = ONE_DEVICE,
+    layout: Layout = ONE_DEVICE,
     half_moments: bool = False,
 ) -> Plan:
     """The plan of one step on the devices of a layout."""
     config = model(name)
     batch, s = micro_batch_size * num_micro_batches, config.max_position_embeddings
-    job = Job(config, micro_batch_size, batch, s, dtype, 1, half_moments)
+    job = Workload(config, micro_batch_size, batch, s, dtype, 1, half_moments)
     return make_plan(job, layout, cluster)
 
 
@@ -157,7 +157,7 @@ def options_of(name: str) -> dict[str, bool]:
 def goal_plan(name: str, cluster: Cluster, **options: bool) -> Plan:
     """The plan of one of `GOALS`, with options of its layout."""
     tp_size, b, dtype, _ = GOALS[name]
-    return plan_of(name.split(",")[0], b, dtype, cluster, layout=ParallelConfig(tp_size=tp_size, **options))
+    return plan_of(name.split(",")[0], b, dtype, cluster, layout=Layout(tp_size=tp_size, **options))
 
 
 def goals() -> dict[str, dict[str, float]]:

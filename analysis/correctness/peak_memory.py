@@ -29,12 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lmscale import partition
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, replicated_layers, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.job import Job, rank_memory
+from lmscale.planner.workload import Workload, rank_memory
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -64,8 +64,10 @@ class Case:
     def predicted(self) -> int:
         """Predicted bytes."""
         config, b = self.config, self.micro_batch_size
-        job = Job(config, b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
-        layout = ParallelConfig(self.tp_size, 1, self.sequence_parallel, batch_halves=self.batch_halves)
+        job = Workload(config, b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
+        layout = Layout(
+            tp_size=self.tp_size, dp_size=1, sequence_parallel=self.sequence_parallel, batch_halves=self.batch_halves
+        )
         return rank_memory(job, layout, on_gpu=self.traced).total
 
 

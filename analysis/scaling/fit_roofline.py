@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.flops import TERA, model_flops_per_step
 from lmscale.planner.operation import elementwise, product, times
@@ -196,7 +196,7 @@ def tokens_per_s(run: Run, cluster: Cluster) -> float:
     forward, backward = software.attention
     rates = {"attention_forward_tflops": forward, "attention_backward_tflops": backward}
     cluster = dataclasses.replace(cluster, roofline=dataclasses.replace(cluster.roofline, **rates))
-    layout = ParallelConfig(run.tp_size, 1, run.tp_size > 1)
+    layout = Layout(tp_size=run.tp_size, dp_size=1, sequence_parallel=run.tp_size > 1)
     counted = step_operations(config, layout, run.micro_batch_size, run.num_micro_batches, run.seq_length, run.dtype)
     products = [o for o in counted if o.kind in ("product", "attention") or o.name == "rounding to float8"]
     products = [o for o in products if not o.name.startswith("logits")]  # chunks are ours

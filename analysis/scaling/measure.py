@@ -26,16 +26,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from analysis.scaling.cases import SCALING, Case, cpu_cases, gpu_cases
 from analysis.scaling.clock import Clock
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import model_flops_per_step, scored_tokens
-from lmscale.planner.job import Job
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import make_plan
+from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -145,8 +145,8 @@ def modelled_step_s(case: Case, machine: Cluster | None) -> float | None:
     if machine is None:
         return None
     b = case.micro_batch_size
-    job = Job(case.config, b, b * case.dp_size, case.config.max_position_embeddings, case.dtype, 1)
-    return make_plan(job, ParallelConfig(tp_size=case.tp_size, dp_size=case.dp_size), machine).time.total
+    job = Workload(case.config, b, b * case.dp_size, case.config.max_position_embeddings, case.dtype, 1)
+    return make_plan(job, Layout(tp_size=case.tp_size, dp_size=case.dp_size), machine).time.total
 
 
 def cluster_of(device_name: str) -> Cluster | None:
@@ -175,7 +175,7 @@ def row(
         "study": case.study,
         "label": case.label,
         "evidence": "measured",
-        "layout": dataclasses.asdict(ParallelConfig(tp_size=case.tp_size, dp_size=case.dp_size)),
+        "layout": dataclasses.asdict(Layout(tp_size=case.tp_size, dp_size=case.dp_size)),
         "parameters": count_parameters(case.config).total,
         "step_s": result["best_s"],
         "median_step_s": result["median_s"],

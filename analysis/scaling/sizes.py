@@ -6,11 +6,11 @@ from functools import cache
 import pandas as pd
 
 from analysis.ledger.entries import paper_shape
-from lmscale.config import ParallelConfig, Recompute, TransformerConfig
+from lmscale.config import Layout, Recompute, TransformerConfig
 from lmscale.paper import BERT_SEQ_LENGTH, BERT_SIZES, BERT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import micro_batch_collectives
-from lmscale.planner.job import Job, rank_memory
 from lmscale.planner.params import count_parameters
+from lmscale.planner.workload import Workload, rank_memory
 
 from .study import MICRO_BATCH, SIZES, STUDY_TP_SIZES, study_model
 
@@ -57,9 +57,9 @@ def memory_table() -> pd.DataFrame:
         seq_length = config.max_position_embeddings
         batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
         for recompute in (Recompute.NONE, Recompute.FULL):
-            job = Job(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
+            job = Workload(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
-            found = {f"tp {n}": rank_memory(job, ParallelConfig(n), True).total / _GIB for n in sizes}
+            found = {f"tp {n}": rank_memory(job, Layout(tp_size=n), True).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)
     return pd.DataFrame(rows).assign(unit="GiB per rank", evidence="predicted")
 
@@ -74,7 +74,7 @@ def communication_table() -> pd.DataFrame:
         row: dict[str, object] = {"model": f"gpt_{name.lower()}", "tensor ranks": tp_size}
         for recompute in ("none", "full"):
             config = dataclasses.replace(study_model(*SIZES[name]), recompute=Recompute(recompute))
-            layout = ParallelConfig(tp_size, 1)
+            layout = Layout(tp_size=tp_size, dp_size=1)
             sent = micro_batch_collectives(config, layout, MICRO_BATCH, SEQ_LENGTH, "fp16")
             row[f"all-reduces, recompute {recompute}"] = sum(collective.count for collective in sent)
             row[f"GiB, recompute {recompute}"] = sum(collective.total_bytes for collective in sent) / _GIB

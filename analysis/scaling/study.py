@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from analysis.ledger.entries import PAPER, paper_shape
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster
 from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import Collective, micro_batch_collectives
@@ -161,7 +161,7 @@ def _paper_work(
     config: TransformerConfig, tp_size: int, b: int, code_share: float
 ) -> tuple[list[Operation], list[Operation], list[Collective]]:
     """Products, passes of the paper's code and messages of the tensor group, of one step of one rank."""
-    layout, s, h = ParallelConfig(tp_size=tp_size), SEQ_LENGTH, config.hidden_size
+    layout, s, h = Layout(tp_size=tp_size), SEQ_LENGTH, config.hidden_size
     products = [o for o in step_operations(config, layout, b, 1, s, "fp16") if o.kind == "product"]
     scores, whole = b * config.num_attention_heads * s * s // tp_size, b * s * h
     layer = SCORE_PASSES * scores + WHOLE_PASSES * whole + SPLIT_PASSES * whole // tp_size
@@ -194,7 +194,7 @@ def study_time(
         num_bytes = HALF * count_parameters(config, tp_size).per_rank
         messages = [*messages, Collective("gradients", "all_reduce", "data", "gradients", 1, num_bytes)]
     rows = operation_rows([*products, *passes], cluster, "fp16")
-    return StepTime.of([*rows, *message_rows(messages, ParallelConfig(tp_size=tp_size, dp_size=dp_size), cluster)])
+    return StepTime.of([*rows, *message_rows(messages, Layout(tp_size=tp_size, dp_size=dp_size), cluster)])
 
 
 def anchor(cluster: Cluster) -> Cluster:

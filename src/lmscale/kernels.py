@@ -34,6 +34,7 @@ class Kernels:
 
 
 PLAIN = Kernels()
+GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
 
 
 def choose_kernels(
@@ -69,14 +70,12 @@ def choose_kernels(
     return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
 
 
-def choose_attention(on_gpu: bool, compiles: bool, dropout: float) -> str:
-    """Resolve `model.attention=auto`: `auto` on a GPU, where it is measured, otherwise by what was measured on CPUs.
+def choose_attention(compiles: bool, dropout: float) -> str:
+    """The attention that is fastest on a CPU, by what was measured; on a GPU each run measures.
 
     With dropout no fused kernel runs on a CPU, and the compiler fuses the mask of `exact` with the softmax. Record:
     analysis/benchmarks/records/attention_cpu.json.
     """
-    if on_gpu:
-        return "auto"
     return "exact" if compiles and dropout > 0 else "sdpa"
 
 

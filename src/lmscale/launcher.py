@@ -101,6 +101,12 @@ def is_first_rank() -> bool:
     return world is None or world.rank == 0
 
 
+def is_restart() -> bool:
+    """Whether an elastic agent (ours or torchrun's) has restarted this process after a failure."""
+    world = world_from_outside()
+    return world is not None and world.restarts > 0
+
+
 def was_requeued() -> bool:
     """Whether Slurm has started this job again."""
     return os.environ.get("SLURM_RESTART_COUNT", "").strip() not in ("", "0")

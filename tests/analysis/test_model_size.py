@@ -52,7 +52,7 @@ def test_every_cell_of_the_sweep_composes_with_a_different_size() -> None:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             values = compose("train", ["sweep=model_size", f"model.hidden_size={size}", "seed=2"])
         run = RunConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
-        config = run.model.with_vocab_size(512)
+        config = run.model.resolve(512)
         assert (config.family, config.hidden_size, run.seed, config.padded_vocab_size) == ("gpt", size, 2, 512)
         shapes.add((config.num_layers, run.trainer.max_steps * run.global_batch_size * run.data.seq_length))
     assert len(shapes) >= 5 and len({tokens for _, tokens in shapes}) == 1

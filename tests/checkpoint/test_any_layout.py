@@ -26,7 +26,8 @@ from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, padding_of
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 LAYOUTS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2)] + [(3, 1)]  # 4 heads: at tp 3 two, two and only dummies
@@ -39,7 +40,7 @@ def trained(request, tmp_path_factory) -> Path:
     architecture, dtype = request.param
     folder = tmp_path_factory.mktemp(architecture)
     run = tiny_run(architecture, folder, precision__dtype=dtype, model__vocab_multiple=192)
-    assert pretrain(prepare_job(run)) == 0
+    assert pretrain(resolve(run)) == 0
     return list_checkpoints(folder / "checkpoints")[-1]
 
 

@@ -82,7 +82,7 @@ def save(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, background:
     metadata = CheckpointMetadata(step, {"tp_size": num_ranks, "dp_size": 1}, {}, entries, {}, {}, {}, {"seed": seed})
     mine = {k: t if dim is None else t.chunk(num_ranks, dim)[rank].contiguous() for k, (t, dim) in tensors.items()}
     writer = CheckpointWriter("token", rank, num_ranks, timeout_s=60.0)
-    prune = Checkpointing(folder, RUN, None, None, None, None)._remove_old
+    prune = Checkpointing(folder, RUN, {}, None, None, None, None)._remove_old
     share = divide_tensors(entries, rank, num_ranks)
     writer.begin(folder / f"step_{step}.ckpt", mine, metadata, share, background, prune)
     error = writer.finish()
@@ -150,9 +150,9 @@ def resume(folder: Path, rank: int) -> None:
     corpus.mkdir(exist_ok=True)
     (corpus / "tokenizer.json").write_text(TOKENIZER)
     assert agree_on_checkpoint(RUN, folder, None, STRATEGY) == str(folder / "checkpoints" / "step_2.ckpt")
-    run = SimpleNamespace(to_dict=dict)
-    job = SimpleNamespace(run=run, files={".hydra/config.yaml": "a: 1\n"}, corpus=SimpleNamespace(folder=corpus))
-    assert prepare_folder(job, folder, MetricsFile(folder / "metrics.csv", ()), 2) is None
+    agreed = SimpleNamespace(step=2, describe=lambda job: {})
+    job = SimpleNamespace(files={".hydra/config.yaml": "a: 1\n"}, corpus=SimpleNamespace(folder=corpus))
+    assert prepare_folder(job, agreed, folder, MetricsFile(folder / "metrics.csv", ())) is None
 
 
 def check_resumed(folder: Path) -> None:

@@ -1,16 +1,16 @@
 """Whether a run fits the memory: refused before torch is imported, with the layout that would fit."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 from entry_points import only_line, refuse
 
 from lmscale.config import TransformerConfig
-from lmscale.config.layout import ParallelConfig, ParallelRequest
-from lmscale.planner.job import Job, checkpoint_bytes, rank_memory, usable_bytes
+from lmscale.config.layout import Layout, ParallelConfig
 from lmscale.planner.memory import estimate_memory
-from lmscale.training.runtime import fit
+from lmscale.planner.workload import Workload, checkpoint_bytes, rank_memory, usable_bytes
+from lmscale.training import fit
+from lmscale.training.resolve import resolve_layout
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
@@ -63,30 +63,29 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     """On a CPU the ranks share the memory, so more ranks do not reduce the total."""
     config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
     num_ranks = 1 if dp_size == "auto" else dp_size
-    job = Job(config, 2, 2 * num_ranks, 32, "fp32", 1)
+    job = Workload(config, 2, 2 * num_ranks, 32, "fp32", 1)
     estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
-    request = ParallelRequest("auto", dp_size)
+    request = ParallelConfig(tp_size="auto", dp_size=dp_size)
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
-    assert fit.resolve_layout(request, job, None, "cpu").tp_size == 1
+    assert resolve_layout(request, job, None, "cpu").tp_size == 1
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
-        fit.resolve_layout(request, job, None, "cpu")
+        resolve_layout(request, job, None, "cpu")
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
     """The copies of all local ranks; on a CPU beside the memory in which they train."""
-    job, layout = Job(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1), ParallelConfig(2, 2)
-    run = SimpleNamespace(checkpoint=SimpleNamespace(async_=True))
+    job, layout = (
+        Workload(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1),
+        Layout(tp_size=2, dp_size=2),
+    )
     each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
     if accelerator == "cpu":
         each += rank_memory(job, layout, on_gpu=False).total
-    monkeypatch.setattr(fit, "job_of", lambda run: job)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
-    fit.check_background_saves(run, layout, None, accelerator)
+    fit.check_background_saves(job, layout, None, accelerator == "gpu")
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
     with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
-        fit.check_background_saves(run, layout, None, accelerator)
-    run.checkpoint.async_ = False
-    fit.check_background_saves(run, layout, None, accelerator)
+        fit.check_background_saves(job, layout, None, accelerator == "gpu")

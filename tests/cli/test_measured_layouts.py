@@ -20,10 +20,9 @@ from omegaconf import OmegaConf
 from lmscale.cli import next_command
 from lmscale.config.plan import PlanConfig
 from lmscale.config.pretrain import RunConfig
-from lmscale.training import measuring
-from lmscale.training.pretrain import prepare_job
-from lmscale.training.runtime import measured_layout
-from lmscale.training.runtime.measured_layout import digest
+from lmscale.training import measured_layout, measuring
+from lmscale.training.measured_layout import digest
+from lmscale.training.resolve import resolve
 
 TINY = ("model=gpt_tiny", "model.num_layers=1", "model.hidden_size=32", "model.vocab_size=400", "data.seq_length=32")
 TINY += ("micro_batch_size=2", "global_batch_size=4", "trainer.max_steps=12")
@@ -77,7 +76,7 @@ def taken(record: Path, *overrides: str) -> RunConfig:
 
 def refusal(record: Path, *overrides: str) -> str:
     with pytest.raises(ValueError) as caught:
-        prepare_job(taken(record, *overrides))
+        resolve(taken(record, *overrides))
     return str(caught.value)
 
 
@@ -180,20 +179,19 @@ def test_the_record_names_machine_versions_and_training(record) -> None:
 
 def test_a_run_takes_the_fastest_measured_layout(record) -> None:
     """What the ranks get is the job of the explicit layout, except for the request itself."""
-    measured, fastest = prepare_job(taken(record)), ("parallel.dp_size=2", "trainer.num_threads=1")
-    explicit = prepare_job(RunConfig.from_dict(composed("train", *QUIET, *fastest) | {"run_dir": measured.run.run_dir}))
-    assert (measured.layout, measured.batch, measured.config) == (explicit.layout, explicit.batch, explicit.config)
+    measured, fastest = resolve(taken(record)), ("parallel.dp_size=2", "trainer.num_threads=1")
+    explicit = resolve(RunConfig.from_dict(composed("train", *QUIET, *fastest) | {"run_dir": measured.run.run_dir}))
+    assert (measured.layout, measured.batch, measured.model) == (explicit.layout, explicit.batch, explicit.model)
     assert (measured.layout.tp_size, measured.layout.dp_size, measured.layout.zero1) == (1, 2, False)
-    plain = [job.run.to_dict() for job in (measured, explicit)]
-    assert plain[0].pop("parallel")["record"] == str(record) and plain[1].pop("parallel")["record"] is None
-    assert plain[0] == plain[1]
+    assert measured.num_threads == explicit.num_threads == 1
+    assert measured.run.parallel.record == str(record) and measured.corpus == explicit.corpus
 
 
 def test_a_run_takes_the_options_of_the_fastest_layout(record) -> None:
     written = json.loads(record.read_text())
     written["layouts"] = written["layouts"][1:]
     record.write_text(json.dumps(written))
-    layout = prepare_job(taken(record)).layout
+    layout = resolve(taken(record)).layout
     assert (layout.tp_size, layout.dp_size, layout.zero1) == (1, 2, True)
 
 
@@ -233,7 +231,7 @@ def test_the_record_of_another_machine_is_refused(record, monkeypatch) -> None:
 def test_the_vocabulary_of_another_tokenizer_is_refused(tmp_path, two_cores) -> None:
     path = tmp_path / "layouts.json"
     measuring.measure_layouts(question(path, "model.vocab_size=null"), trainer())
-    assert prepare_job(taken(path, "model.vocab_size=null")).layout.dp_size == 2
+    assert resolve(taken(path, "model.vocab_size=null")).layout.dp_size == 2
     message = refusal(path, "model.vocab_size=null", "tokenizer.vocab_size=500")
     assert "was measured with the vocabulary of tokenizer=trained; measure" in message
 

@@ -5,20 +5,20 @@ import dataclasses
 import pytest
 
 from lmscale.config import Recompute, TransformerConfig
+from lmscale.config.model import ModelConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
-OPEN = TransformerConfig("gpt", 1, 8, 2, None, 16, vocab_multiple=8, recompute="auto", attention="auto", name="tiny")
+OPEN = ModelConfig("gpt", 1, 8, 2, None, 16, vocab_multiple=8, recompute="auto", attention="auto", name="tiny")
 
 
 def test_an_unresolved_config_is_resolved_once_and_then_built() -> None:
-    known = OPEN.with_vocab_size(9)
-    for unresolved in (OPEN, known, known.with_recompute(Recompute.NONE), known.with_attention("exact")):
+    for unresolved in ((None, "exact", Recompute.NONE), (9, "auto", Recompute.NONE), (9, "exact", "auto")):
         with pytest.raises(ValueError, match="before a model is built"):
-            build_model(unresolved, ParallelContext(), seed=1)
-    resolved = known.with_recompute(Recompute.FULL).with_attention("exact")
+            OPEN.resolve(*unresolved)
+    resolved = OPEN.resolve(9, "exact", Recompute.FULL)
     assert (resolved.padded_vocab_size, resolved.recompute, resolved.attention) == (16, Recompute.FULL, "exact")
-    assert resolved.with_vocab_size(7).with_recompute(Recompute.NONE).with_attention("sdpa") == resolved
+    assert resolved.resolve(7, "sdpa", Recompute.NONE) == resolved
     build_model(resolved, ParallelContext(), seed=1)
 
 
@@ -31,4 +31,5 @@ def test_an_infinite_number_is_refused(name) -> None:
 def test_a_models_name_is_ignored_and_not_in_checkpoints() -> None:
     assert dataclasses.replace(OPEN, name="other") == OPEN
     assert "name" not in OPEN.to_dict()
-    assert TransformerConfig.from_dict(OPEN.to_dict()) == OPEN
+    resolved = OPEN.resolve(9)
+    assert TransformerConfig.from_dict(resolved.to_dict()) == resolved

@@ -8,7 +8,7 @@ from collections import Counter
 import fake_gpu
 import pytest
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.planner.communication import micro_batch_collectives
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,13 @@ def is_halved(case: dict) -> bool:
 def planned(case: dict) -> dict[str, Counter]:
     """The collectives of one layer by direction, as the planner counts them."""
     config = TransformerConfig(case.get("family", "gpt"), 1, 512, 8, 50257, 256, **case.get("model", {}))
-    layout = ParallelConfig(case["tp_size"], 1, case.get("sequence_parallel", False), False, is_halved(case))
+    layout = Layout(
+        tp_size=case["tp_size"],
+        dp_size=1,
+        sequence_parallel=case.get("sequence_parallel", False),
+        zero1=False,
+        batch_halves=is_halved(case),
+    )
     found = {"forward": Counter(), "backward": Counter()}
     for sent in micro_batch_collectives(config, layout, 2, 256, "bf16"):
         if "attention and MLP" in sent.what:

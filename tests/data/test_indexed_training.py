@@ -12,7 +12,8 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.sentences import SentenceEncoder
 from lmscale.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 
 LEVEL = {"gpt": "document", "bert": "sentence"}
 BOUND = 1e-12
@@ -64,7 +65,7 @@ def folder(datasets, tmp_path_factory) -> Path:
         parts = settings | {"resume": "auto"}
         stopped = run_of(name, datasets, root / name / "parts", trainer__stop_after_steps=2, **parts)
         for run in (run_of(name, datasets, root / name / "1x1", **settings), stopped):
-            assert pretrain(prepare_job(run)) == 0
+            assert pretrain(resolve(run)) == 0
         on_two += [
             run_of(name, datasets, root / name / "2x1", parallel__tp_size=2, **settings),
             run_of(name, datasets, root / name / "1x2", parallel__dp_size=2, **settings),
@@ -88,12 +89,12 @@ def test_a_blended_run_does_not_depend_on_the_layout_and_resumes_at_another(fold
 
 def test_a_run_can_be_extended_but_not_with_another_blend(tmp_path, datasets) -> None:
     settings = {"trainer__validate_every_steps": 2, "resume": "auto"}
-    assert pretrain(prepare_job(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=2, **settings))) == 0
-    assert pretrain(prepare_job(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=3, **settings))) == 0
+    assert pretrain(resolve(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=2, **settings))) == 0
+    assert pretrain(resolve(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=3, **settings))) == 0
     assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2, 3]
     path = str(datasets["gpt"] / "a_text_document")
     with pytest.raises(ValueError, match="the corpus has other tokens"):
-        prepare_job(run_of("gpt", datasets, tmp_path / "run", data__path={path: 1.0}, **settings))
+        resolve(run_of("gpt", datasets, tmp_path / "run", data__path={path: 1.0}, **settings))
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])

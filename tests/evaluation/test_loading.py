@@ -17,7 +17,7 @@ from lmscale.checkpoint import METADATA, CheckpointError, read_metadata
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import GenerateTokenizer
-from lmscale.config.layout import ParallelConfig
+from lmscale.config.layout import Layout
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation import zero_shot_job
 from lmscale.evaluation.loading import describe_checkpoint, evaluation_groups, load_model
@@ -246,7 +246,7 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
     monkeypatch.setattr(zero_shot_job, "_evaluate", fail)
     monkeypatch.setattr(zero_shot_job, "evaluation_groups", lambda *_: ParallelContext(tp_size=2))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
-    config = SimpleNamespace(parallel=ParallelConfig(2, 1), accelerator="cpu")
+    config = SimpleNamespace(parallel=Layout(tp_size=2, dp_size=1), accelerator="cpu")
     job = zero_shot_job.ZeroShotJob(config, task=None, tokenizer={}, banned=[])
     if ends:
         assert zero_shot_job.evaluate(job) == 2 and capsys.readouterr().err == "error: on every rank\n"

@@ -11,8 +11,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from sharding import count_model_parameters
 
-from lmscale.config import Recompute, TransformerConfig
+from lmscale.config import TransformerConfig
 from lmscale.config.family import family_of
+from lmscale.config.model import ModelConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
@@ -43,7 +44,7 @@ def model_values(name: str) -> dict:
 def paper_config(name: str, **changes) -> TransformerConfig:
     values = model_values(name) | changes
     assert values.pop("name") == name
-    return TransformerConfig(**values).with_recompute(Recompute.NONE).with_attention("sdpa")
+    return ModelConfig(**values).resolve(values["vocab_size"])
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -15,7 +15,7 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import count_model_parameters, differences_from_plain, random_model, small_config
 from torch import Tensor, nn
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.models import build_model, later_placements
 from lmscale.models.hugging_face import model_of
@@ -258,7 +258,7 @@ def test_the_planner_counts_the_real_parameters(name: str, tp_size: int) -> None
     context = ParallelContext(tp_size=2, sequence_parallel=True)
     model = build_model(config, context, seed=None, device="meta")
     replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    assert replicated_parameters(config, ParallelConfig(2, 1, sequence_parallel=True)) == [replicated]
+    assert replicated_parameters(config, Layout(tp_size=2, dp_size=1, sequence_parallel=True)) == [replicated]
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -10,7 +10,7 @@ from ranks import make_context, run_ranks
 from runs import read_rows, run_jobs, tiny_run
 from sharding import differences_from_plain, random_model, small_config
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.models.later_placements import PLACEMENTS
 from lmscale.models.norm_placement import NormPlacement
@@ -76,7 +76,7 @@ def test_the_planner_counts_its_parameters(tp_size: int) -> None:
     context = ParallelContext(tp_size=2, sequence_parallel=True)
     model = build_model(config, context, seed=None, device="meta")
     expected = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    assert replicated_parameters(config, ParallelConfig()) == [expected]
+    assert replicated_parameters(config, Layout()) == [expected]
 
 
 def _differences(rank: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from sharding import compiler, random_batch, small_config, total_loss
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -42,7 +42,7 @@ def test_a_compiled_layer_is_recomputed_to_its_end(last_of_four, hidden_dropout:
     total_loss(model, batch).backward()  # compiles
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         total_loss(model, batch).backward()
-    layout = ParallelConfig(4, sequence_parallel=last_of_four.sequence_parallel)
+    layout = Layout(tp_size=4, sequence_parallel=last_of_four.sequence_parallel)
     planned = Counter()
     for sent in micro_batch_collectives(config, layout, *batch["tokens"].shape, "fp32", on_gpu=True):
         planned[KINDS[sent.kind]] += sent.count

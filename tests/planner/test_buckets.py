@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.partition import PIECE_ELEMENTS
@@ -80,7 +80,7 @@ def test_ddp_uses_these_buckets_from_the_second_step_on(world, config: Transform
         pieces = gradient_pieces(config, 2, "fp64")
         assert sent == (pieces if step else [sum(pieces)])
     assert len(sent) > 2
-    found = step_collectives(config, ParallelConfig(2, 3), 2, 1, 12, "fp64")
+    found = step_collectives(config, Layout(tp_size=2, dp_size=3), 2, 1, 12, "fp64")
     assert sorted(sent) == sorted(c.num_bytes for c in found if c.group == "data" for _ in range(c.count))
 
 

@@ -10,7 +10,7 @@ from collective_trace import trace_step
 from paper_models import paper_model
 from sharding import small_config
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.partition import assign_owners
@@ -43,7 +43,7 @@ SHORT = ["table 2, 355M", "table 4, 336M"]
 KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
 
 
-def rank_flops(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> int:
+def rank_flops(config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str) -> int:
     """Of eager layers, whose recomputation may stop before the last product (of the second half, if there are two)."""
     found = step_operations(config, layout, b, 1, s, dtype)
     again = [o for o in found if (o.phase, o.name) == ("recomputation", "MLP down")]
@@ -52,7 +52,7 @@ def rank_flops(config: TransformerConfig, layout: ParallelConfig, b: int, s: int
     return sum(o.count * o.flops for o in found) - left_out
 
 
-def assert_equal_to_trace(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, dtype: str) -> None:
+def assert_equal_to_trace(config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str) -> None:
     report = trace_step(config, layout, b, s, {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype])
     parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
     assert (report.model_parameters, report.rank_parameters) == (parameters.total, parameters.per_rank)
@@ -68,7 +68,7 @@ def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str) ->
     model, heads, tp_size, dp_size = PAPER[name]
     config = paper_model(model, num_attention_heads=heads, recompute="full")
     seq_length = config.max_position_embeddings
-    assert_equal_to_trace(config, ParallelConfig(tp_size, dp_size), 8, seq_length, "bf16")
+    assert_equal_to_trace(config, Layout(tp_size=tp_size, dp_size=dp_size), 8, seq_length, "bf16")
 
 
 SWITCHES = list(itertools.product(("gpt", "bert"), ("pre", "post"), ("none", "selective", "full"), (0.0, 0.2)))
@@ -91,10 +91,12 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
         attention="exact",  # with the MATH backend a fused kernel is decomposed and recomputes one product less
     )
     for tp_size in (1, 2):
-        assert_equal_to_trace(config, ParallelConfig(tp_size, 3), 5, 13, "fp64")
-    assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
-    assert_equal_to_trace(config, ParallelConfig(2, 3, batch_halves=True), 4, 13, "fp64")
-    assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64")
+        assert_equal_to_trace(config, Layout(tp_size=tp_size, dp_size=3), 5, 13, "fp64")
+    assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, sequence_parallel=True), 5, 12, "fp64")
+    assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, batch_halves=True), 4, 13, "fp64")
+    assert_equal_to_trace(
+        config, Layout(tp_size=2, dp_size=3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,8 @@ def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> N
     for recompute in ("none", "full"):
         settings = {"num_layers": 5, "recompute": recompute, "attention": "exact"}
         config = small_config("bert", norm_order=norm_order, **settings)
-        assert_equal_to_trace(config, ParallelConfig(2, 3), 5, 13, "fp64")
-        assert_equal_to_trace(config, ParallelConfig(2, 3, sequence_parallel=True), 5, 12, "fp64")
+        assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3), 5, 13, "fp64")
+        assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, sequence_parallel=True), 5, 12, "fp64")
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
@@ -115,12 +117,14 @@ def test_formulas_and_trace_agree_for_padded_heads(family: str, recompute: str) 
     sizes = {"hidden_size": 40, "num_attention_heads": 5, "ffn_hidden_size": 96, "vocab_multiple": 9}
     config = small_config(family, recompute=recompute, attention="exact", hidden_dropout=0.1, **sizes)
     for sequence_parallel in (False, True):
-        assert_equal_to_trace(config, ParallelConfig(3, 2, sequence_parallel, pad_heads=True), 5, 12, "fp64")
+        assert_equal_to_trace(
+            config, Layout(tp_size=3, dp_size=2, sequence_parallel=sequence_parallel, pad_heads=True), 5, 12, "fp64"
+        )
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_flops_of_dummy_heads_count_for_the_devices_and_not_for_the_model(recompute: str) -> None:
-    config, layout = paper_model("gpt_2.5b", recompute=recompute), ParallelConfig(8, pad_heads=True)
+    config, layout = paper_model("gpt_2.5b", recompute=recompute), Layout(tp_size=8, pad_heads=True)
     config = dataclasses.replace(config, attention="exact")
     hardware = hardware_flops_per_step(config, 1024, 8, tp_size=8)
     assert 8 * rank_flops(config, layout, 8, 1024, "bf16") == hardware
@@ -134,15 +138,15 @@ def test_the_flops_of_dummy_heads_count_for_the_devices_and_not_for_the_model(re
 
 def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:
     config = paper_model("gpt_8.3b", recompute="full")
-    assert 8 * rank_flops(config, ParallelConfig(8), 8, 1024, "bf16") == hardware_flops_per_step(config, 1024, 8)
+    assert 8 * rank_flops(config, Layout(tp_size=8), 8, 1024, "bf16") == hardware_flops_per_step(config, 1024, 8)
 
 
 def test_one_rank_communicates_nothing() -> None:
-    assert step_collectives(paper_model("gpt_1.2b"), ParallelConfig(), 8, 2, 1024, "bf16") == ()
+    assert step_collectives(paper_model("gpt_1.2b"), Layout(), 8, 2, 1024, "bf16") == ()
 
 
 def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -> None:
-    config, layout = paper_model("gpt_8.3b", recompute="full"), ParallelConfig(8, 64)
+    config, layout = paper_model("gpt_8.3b", recompute="full"), Layout(tp_size=8, dp_size=64)
     once, thrice = (step_collectives(config, layout, 2, n, 1024, "bf16") for n in (1, 3))
     for a, b in zip(once, thrice, strict=True):
         repeats = 3 if a.phase in ("forward", "backward") else 1
@@ -160,8 +164,8 @@ def test_replicated_parameters_are_those_of_the_model(architecture: str, norm_or
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=2, sequence_parallel=True), seed=None, device="meta")
     expected = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    assert replicated_parameters(config, ParallelConfig(2, 3)) == [expected] * 3
-    one_rank = ParallelConfig(1, 1, sequence_parallel=True)
+    assert replicated_parameters(config, Layout(tp_size=2, dp_size=3)) == [expected] * 3
+    one_rank = Layout(tp_size=1, dp_size=1, sequence_parallel=True)
     assert step_collectives(config, one_rank, 4, 1, 12, "fp32") == ()
 
 
@@ -180,7 +184,7 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_that_it_owns(
     for owner, param in zip(assign_owners([p.numel() for p in parameters], dp_size), parameters, strict=True):
         expected[owner] += param.numel() * param.shard.replicated
     assert len(set(expected)) > 1
-    layout = ParallelConfig(tp_size, dp_size, sequence_parallel=True, zero1=True)
+    layout = Layout(tp_size=tp_size, dp_size=dp_size, sequence_parallel=True, zero1=True)
     assert replicated_parameters(config, layout) == expected
 
     def sent(dp_rank: int | None) -> list[int]:
@@ -193,21 +197,21 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_that_it_owns(
 
 def test_the_chunked_loss_communicates_once_per_chunk() -> None:
     config = paper_model("gpt_2.5b")  # at 2 ranks 25,600 columns, so 2,048 rows at a time
-    sent = [c for c in micro_batch_collectives(config, ParallelConfig(2), 5, 1000, "bf16") if c.what == "loss"]
+    sent = [c for c in micro_batch_collectives(config, Layout(tp_size=2), 5, 1000, "bf16") if c.what == "loss"]
     assert [(c.count, c.num_bytes) for c in sent] == [(6, 2048 * 4), (3, 904 * 4)]
-    assert_equal_to_trace(dataclasses.replace(config, num_layers=1), ParallelConfig(2), 5, 1000, "bf16")
-    sent = [c for c in micro_batch_collectives(config, ParallelConfig(2), 9, 1000, "bf16", True) if c.what == "loss"]
+    assert_equal_to_trace(dataclasses.replace(config, num_layers=1), Layout(tp_size=2), 5, 1000, "bf16")
+    sent = [c for c in micro_batch_collectives(config, Layout(tp_size=2), 9, 1000, "bf16", True) if c.what == "loss"]
     assert [(c.count, c.num_bytes) for c in sent] == [(3, 8192 * 4), (3, 808 * 4)]  # four times as many on a GPU
 
 
 def test_data_ranks_do_not_change_tensor_communication() -> None:
     config = paper_model("gpt_2.5b")
-    two, four = (step_collectives(config, ParallelConfig(2, n), 4, 1, 1024, "bf16") for n in (2, 4))
+    two, four = (step_collectives(config, Layout(tp_size=2, dp_size=n), 4, 1, 1024, "bf16") for n in (2, 4))
     assert two == four
-    alone = step_collectives(config, ParallelConfig(2, 1), 4, 1, 1024, "bf16")
+    alone = step_collectives(config, Layout(tp_size=2, dp_size=1), 4, 1, 1024, "bf16")
     assert alone == tuple(a for a in two if a.group == "tensor")
 
 
 def test_an_indivisible_layout_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
-        micro_batch_collectives(paper_model("gpt_2.5b"), ParallelConfig(8), 1, 1024, "bf16")
+        micro_batch_collectives(paper_model("gpt_2.5b"), Layout(tp_size=8), 1, 1024, "bf16")

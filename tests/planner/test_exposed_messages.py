@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paper_models import paper_model
 
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.cluster import load_cluster
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.layer_operations import LayerCounts
@@ -38,7 +38,7 @@ CASES = {
 def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequence: bool, dtype: str) -> None:
     name, changes = CASES[case]
     config = paper_model(name, norm_order=norm_order, **changes)
-    layout = ParallelConfig(tp_size=4, dp_size=1, sequence_parallel=sequence)
+    layout = Layout(tp_size=4, dp_size=1, sequence_parallel=sequence)
     layer = LayerCounts(config, config.placement, layout, 8, 512, dtype)
     found = Counter()
     for operations in (layer.forward("forward"), layer.backward()):
@@ -53,7 +53,7 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
 
 
 def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
-    config, layout = paper_model("gpt_8.3b"), ParallelConfig(tp_size=8)
+    config, layout = paper_model("gpt_8.3b"), Layout(tp_size=8)
     backward = LayerCounts(config, config.placement, layout, 8, 1024, "bf16").backward()
     seconds = {o.name: o.seconds(CLUSTER, "bf16") + o.launch_s(CLUSTER) for o in backward}
     behind_mlp = seconds["MLP up, gradient of the weight"] + seconds["MLP LayerNorm, again"]

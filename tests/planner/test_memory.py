@@ -4,14 +4,14 @@ import pytest
 import torch
 from paper_models import paper_model
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, SingleRankCommunicator, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.job import Job, rank_memory, smallest_layout, usable_bytes
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.params import count_parameters
+from lmscale.planner.workload import Workload, rank_memory, smallest_layout, usable_bytes
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -195,8 +195,8 @@ def test_a_compiled_update_of_bf16_moments_has_no_temporaries() -> None:
 
 
 def smallest(config: TransformerConfig, b: int, dtype: str, usable: int, **more: object) -> int | None:
-    job = Job(config, b, b, 1024, dtype, 1)
-    found = smallest_layout(job, ParallelConfig, usable, on_gpu=True, **more)
+    job = Workload(config, b, b, 1024, dtype, 1)
+    found = smallest_layout(job, Layout, usable, on_gpu=True, **more)
     return found and found.tp_size
 
 
@@ -216,7 +216,7 @@ def test_an_indivisible_layout_is_never_proposed() -> None:
     assert smallest(config, 4, "bf16", needs) == 4
     assert smallest(config, 4, "bf16", needs - 1) is None
     found = smallest_layout(
-        Job(config, 4, 4, 1024, "bf16", 1), lambda tp: ParallelConfig(tp, pad_heads=True), needs - 1, on_gpu=True
+        Workload(config, 4, 4, 1024, "bf16", 1), lambda tp: Layout(tp_size=tp, pad_heads=True), needs - 1, on_gpu=True
     )
     assert found.tp_size == 8
 
@@ -230,6 +230,6 @@ def test_ranks_that_share_a_device_split_its_memory_and_each_hold_a_framework() 
 @pytest.mark.parametrize("global_batch_size, dp_size, accumulates", [(8, 2, False), (16, 2, True), (8, 1, True)])
 def test_gradients_are_kept_only_with_accumulation(global_batch_size: int, dp_size: int, accumulates: bool) -> None:
     config = paper_model("gpt_355m", recompute="full")
-    job = Job(config, 4, global_batch_size, 1024, "fp32", 1)
-    found = rank_memory(job, ParallelConfig(1, dp_size), on_gpu=True)
+    job = Workload(config, 4, global_batch_size, 1024, "fp32", 1)
+    found = rank_memory(job, Layout(tp_size=1, dp_size=dp_size), on_gpu=True)
     assert found == estimate_memory(config, 1, 4, 1024, "fp32", dp_size, accumulates=accumulates)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from paper_models import paper_model
 
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.layer_operations import MAGNITUDE
@@ -23,16 +23,14 @@ def total(operations: tuple[Operation, ...], name: str) -> int:
 def test_the_flops_of_a_step_are_the_hardware_flops(recompute: str, dtype: str) -> None:
     config = paper_model("gpt_2.5b", recompute=recompute)
     for tp_size in (1, 2):
-        found = step_operations(config, ParallelConfig(tp_size=tp_size), 4, 3, 1024, dtype)
+        found = step_operations(config, Layout(tp_size=tp_size), 4, 3, 1024, dtype)
         assert tp_size * total(found, "flops") == hardware_flops_per_step(config, 1024, 12)
 
 
 @pytest.mark.parametrize("attention", ["auto", "flash", "efficient"])
 def test_every_attention_but_exact_is_a_fused_core(attention: str) -> None:
     fused, sdpa, exact = (
-        step_operations(
-            paper_model("gpt_1.2b", attention=kind, attention_dropout=0.0), ParallelConfig(), 4, 1, 1024, "bf16"
-        )
+        step_operations(paper_model("gpt_1.2b", attention=kind, attention_dropout=0.0), Layout(), 4, 1, 1024, "bf16")
         for kind in (attention, "sdpa", "exact")
     )
     assert fused == sdpa != exact
@@ -40,7 +38,7 @@ def test_every_attention_but_exact_is_a_fused_core(attention: str) -> None:
 
 def test_a_fused_core_is_not_recomputed_selectively() -> None:
     none, selective = (
-        step_operations(paper_model("gpt_1.2b", recompute=mode), ParallelConfig(), 4, 1, 1024, "bf16")
+        step_operations(paper_model("gpt_1.2b", recompute=mode), Layout(), 4, 1, 1024, "bf16")
         for mode in ("none", "selective")
     )
     assert total(none, "flops") == total(selective, "flops")
@@ -51,7 +49,7 @@ def test_the_optimizer_and_the_gradient_buffer_move_a_number_of_bytes_per_parame
     config = paper_model("gpt_1.2b")
     n = count_parameters(config).total
     for half_moments, optimizer in ((False, 34), (True, 26)):
-        found = step_operations(config, ParallelConfig(), 4, 3, 1024, "bf16", half_moments)
+        found = step_operations(config, Layout(), 4, 3, 1024, "bf16", half_moments)
         by_phase = {p: sum(o.count * o.num_bytes for o in found if o.phase == p) for p in ("gradients", "optimizer")}
         assert by_phase == {"gradients": n * (6 + 10 + 10), "optimizer": n * optimizer}
 
@@ -71,9 +69,7 @@ def test_the_update_writes_a_second_weight_only_for_half_types(
 ) -> None:
     config = paper_model("gpt_1.2b")
     n = count_parameters(config).total
-    (update,) = (
-        o for o in step_operations(config, ParallelConfig(), 4, 1, 1024, dtype, half_moments) if o.kind == "optimizer"
-    )
+    (update,) = (o for o in step_operations(config, Layout(), 4, 1, 1024, dtype, half_moments) if o.kind == "optimizer")
     assert (update.read, update.written) == (n * read, n * written)
 
 
@@ -81,7 +77,7 @@ def test_the_update_writes_a_second_weight_only_for_half_types(
 def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, recompute: str) -> None:
     config, layout = (
         paper_model(name, recompute=recompute),
-        ParallelConfig(tp_size=8, dp_size=1, sequence_parallel=True),
+        Layout(tp_size=8, dp_size=1, sequence_parallel=True),
     )
     s, b = config.max_position_embeddings, 4
     again = [o for o in step_operations(config, layout, b, 3, s, "fp8") if o.name.endswith(MAGNITUDE)]
@@ -99,7 +95,7 @@ def test_sequence_parallelism_copies_only_the_output_of_halves() -> None:
     config, found = paper_model("gpt_8.3b"), []
     for halves in (False, True):
         plain, cut = (
-            ParallelConfig(tp_size=8, dp_size=1, sequence_parallel=cuts, batch_halves=halves) for cuts in (False, True)
+            Layout(tp_size=8, dp_size=1, sequence_parallel=cuts, batch_halves=halves) for cuts in (False, True)
         )
         names = [{o.name for o in step_operations(config, layout, 4, 1, 1024, "bf16")} for layout in (plain, cut)]
         found.append(names[1] - names[0] - {"MLP input, again", "attention input, again"})
@@ -109,17 +105,17 @@ def test_sequence_parallelism_copies_only_the_output_of_halves() -> None:
 def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
     config = paper_model("gpt_1.2b")
 
-    def update(layout: ParallelConfig) -> Operation:
+    def update(layout: Layout) -> Operation:
         return next(o for o in step_operations(config, layout, 4, 1, 1024, "bf16") if o.kind == "optimizer")
 
-    whole, cut = update(ParallelConfig(tp_size=1, dp_size=8)), update(ParallelConfig(tp_size=1, dp_size=8, zero1=True))
+    whole, cut = update(Layout(tp_size=1, dp_size=8)), update(Layout(tp_size=1, dp_size=8, zero1=True))
     assert 8 * cut.num_bytes < 1.3 * whole.num_bytes
     assert cut.launches - OPTIMIZER_LAUNCHES < (whole.launches - OPTIMIZER_LAUNCHES) / 4
 
 
 def test_micro_batches_multiply_all_but_the_update() -> None:
     config = paper_model("bert_336m")
-    one, three = (step_operations(config, ParallelConfig(), 4, n, 512, "bf16") for n in (1, 3))
+    one, three = (step_operations(config, Layout(), 4, n, 512, "bf16") for n in (1, 3))
     update = ("gradients", "optimizer")
     for a, b in zip(
         (o for o in one if o.phase not in update), (o for o in three if o.phase not in update), strict=True

@@ -8,10 +8,9 @@ import pytest
 from paper_models import paper_model
 from test_step_time import CLUSTER
 
-from lmscale.config import ParallelConfig, Recompute
+from lmscale.config import Layout, Recompute
 from lmscale.config.cluster import Cluster, load_cluster
-from lmscale.config.layout import ParallelRequest
-from lmscale.planner.job import Job, rank_memory
+from lmscale.config.layout import ParallelConfig
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.plan import Plan, make_plan
 from lmscale.planner.search import (
@@ -24,25 +23,24 @@ from lmscale.planner.search import (
     suggest_layout,
     tensor_sizes,
 )
+from lmscale.planner.workload import Workload, rank_memory
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 
 
-def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Job:
+def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Workload:
     config = paper_model(name, **changes)
-    return Job(config, 1, batch, config.max_position_embeddings, "fp16", 1000)
+    return Workload(config, 1, batch, config.max_position_embeddings, "fp16", 1000)
 
 
-def every_plan(a_job: Job, num_devices: int) -> list:
+def every_plan(a_job: Workload, num_devices: int) -> list:
     """Every layout of all `num_devices` that `make_plan` accepts, by brute force."""
     plans = []
     for tp_size, b, mode in itertools.product(range(1, num_devices + 1), range(1, 65), Recompute):
         if num_devices % tp_size == 0:
             try:
                 plans.append(
-                    make_plan(
-                        a_job.change(b, mode), ParallelConfig(tp_size=tp_size, dp_size=num_devices // tp_size), CLUSTER
-                    )
+                    make_plan(a_job.change(b, mode), Layout(tp_size=tp_size, dp_size=num_devices // tp_size), CLUSTER)
                 )
             except ValueError:
                 continue
@@ -71,7 +69,7 @@ def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:
 
 def test_a_plan_fits_if_and_only_if_the_memory_estimate_does() -> None:
     a_job = job(attention="exact", recompute="full").change(micro_batch_size=4)
-    plan = make_plan(a_job, ParallelConfig(tp_size=2, dp_size=2), CLUSTER)
+    plan = make_plan(a_job, Layout(tp_size=2, dp_size=2), CLUSTER)
     config = paper_model("gpt_2.5b", attention="exact", recompute="full")
     total = estimate_memory(config, 2, 4, 1024, "fp16", 2).total
     assert plan.needed_bytes == total
@@ -79,7 +77,7 @@ def test_a_plan_fits_if_and_only_if_the_memory_estimate_does() -> None:
 
 
 def test_the_nearest_layout_is_the_requested_one_if_it_works() -> None:
-    wanted, grid = job().change(2, Recompute.FULL), ParallelConfig(tp_size=2, dp_size=4)
+    wanted, grid = job().change(2, Recompute.FULL), Layout(tp_size=2, dp_size=4)
     found = nearest_plan(wanted, grid, CLUSTER)
     assert (found.job, found.layout) == (wanted, grid)
 
@@ -94,34 +92,32 @@ def test_the_nearest_layout_is_the_requested_one_if_it_works() -> None:
 )
 def test_the_nearest_layout_keeps_the_devices_and_changes_the_least(mode: str, wanted: tuple, nearest: tuple) -> None:
     tp_size, dp_size, b = wanted
-    found = nearest_plan(job().change(b, Recompute(mode)), ParallelConfig(tp_size=tp_size, dp_size=dp_size), CLUSTER)
+    found = nearest_plan(job().change(b, Recompute(mode)), Layout(tp_size=tp_size, dp_size=dp_size), CLUSTER)
     assert found.num_devices == tp_size * dp_size
     assert (found.layout.tp_size, found.layout.dp_size, found.job.micro_batch_size) == nearest
 
 
 def test_the_nearest_layout_keeps_the_options() -> None:
-    wanted = ParallelConfig(tp_size=2, dp_size=4, sequence_parallel=True, zero1=True, batch_halves=True)
+    wanted = Layout(tp_size=2, dp_size=4, sequence_parallel=True, zero1=True, batch_halves=True)
     found = nearest_plan(job().change(3, Recompute.FULL), wanted, CLUSTER)
     assert (found.layout, found.job.micro_batch_size) == (wanted, 4)
 
 
 def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
     vast = job(hidden_size=19200, num_layers=120)
-    assert nearest_plan(vast, ParallelConfig(), CLUSTER) is None
-    least = smallest_need(vast, ParallelConfig(), CLUSTER)
+    assert nearest_plan(vast, Layout(), CLUSTER) is None
+    least = smallest_need(vast, Layout(), CLUSTER)
     assert (least.layout.tp_size, least.layout.dp_size) == (20, 1)
-    assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in suggest_layout(
-        vast, ParallelConfig(), CLUSTER
-    )
+    assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in suggest_layout(vast, Layout(), CLUSTER)
 
 
 def test_zero1_fits_a_model_on_data_ranks() -> None:
     whole = job("gpt_1.2b", 8, num_attention_heads=1)
     small = dataclasses.replace(CLUSTER, memory_gib=18.0)
-    assert nearest_plan(whole, ParallelConfig(), small) is None
-    found = nearest_plan(whole, ParallelConfig(zero1=True), small)
+    assert nearest_plan(whole, Layout(), small) is None
+    found = nearest_plan(whole, Layout(zero1=True), small)
     assert found.layout.dp_size > 1 and found.missing_bytes <= 0
-    least = smallest_need(whole, ParallelConfig(zero1=True), small)
+    least = smallest_need(whole, Layout(zero1=True), small)
     assert (least.layout.dp_size, least.job.micro_batch_size) == (8, 1)
 
 
@@ -141,7 +137,7 @@ def test_zero1_fits_a_model_on_data_ranks() -> None:
 )
 def test_an_option_that_no_layout_allows_is_named(batch: int, seq_length: int, options: tuple, dropped: str) -> None:
     odd = dataclasses.replace(job("gpt_8.3b", batch), seq_length=seq_length)
-    wanted = ParallelConfig(tp_size=8, dp_size=1, **dict.fromkeys(options, True))
+    wanted = Layout(tp_size=8, dp_size=1, **dict.fromkeys(options, True))
     answer = suggest_layout(odd, wanted, CLUSTER)
     pronoun = "them" if " and " in dropped else "it"
     start = f"no layout works with {dropped}; without {pronoun} the nearest layout that works is parallel.tp_size=8"
@@ -152,26 +148,24 @@ def test_an_option_that_no_layout_allows_is_named(batch: int, seq_length: int, o
 
 def test_the_least_memory_does_not_depend_on_an_option_that_the_batch_forbids() -> None:
     vast = job(batch=3, hidden_size=19200, num_layers=120)
-    least = smallest_need(vast, ParallelConfig(batch_halves=True), CLUSTER)
-    assert least.layout == ParallelConfig(tp_size=20, dp_size=1)
+    least = smallest_need(vast, Layout(batch_halves=True), CLUSTER)
+    assert least.layout == Layout(tp_size=20, dp_size=1)
 
 
 def test_only_sizes_that_divide_are_tried() -> None:
     assert tensor_sizes(job(), 4096) == [1, 2, 4, 5, 10, 20]
     assert tensor_sizes(job(), 4) == [1, 2, 4]
     assert tensor_sizes(job(), 4096, pad_heads=True) == [1, 2, 4, 5, 8, 10, 16, 20]  # not 6 for the MLP
-    assert micro_batch_sizes(job(), ParallelConfig(tp_size=1, dp_size=4)) == [1, 2, 4, 12]
-    assert micro_batch_sizes(job(), ParallelConfig(tp_size=1, dp_size=7)) == []
-    assert micro_batch_sizes(job(), ParallelConfig(tp_size=2, dp_size=4, batch_halves=True)) == [2, 4, 12]
-    assert (
-        micro_batch_sizes(job(), ParallelConfig(tp_size=5, dp_size=4, sequence_parallel=True)) == []
-    )  # of 1,024 tokens
+    assert micro_batch_sizes(job(), Layout(tp_size=1, dp_size=4)) == [1, 2, 4, 12]
+    assert micro_batch_sizes(job(), Layout(tp_size=1, dp_size=7)) == []
+    assert micro_batch_sizes(job(), Layout(tp_size=2, dp_size=4, batch_halves=True)) == [2, 4, 12]
+    assert micro_batch_sizes(job(), Layout(tp_size=5, dp_size=4, sequence_parallel=True)) == []  # of 1,024 tokens
     assert largest_number(job(), CLUSTER) == 960  # 20 x 48
 
 
 def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
     without, padded = (
-        {plan.layout.tp_size: plan for plan in rank_layouts(job(), CLUSTER, 16, ParallelRequest(pad_heads=on)).fitting}
+        {plan.layout.tp_size: plan for plan in rank_layouts(job(), CLUSTER, 16, ParallelConfig(pad_heads=on)).fitting}
         for on in (False, True)
     )
     assert without.keys() == {2, 4} and padded.keys() == {2, 4, 8, 16}
@@ -179,8 +173,8 @@ def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
     assert "pad_heads" not in without[4].overrides + padded[4].overrides
     assert padded[8].overrides.endswith(" parallel.pad_heads=true")
     for wanted, sizes in (
-        (ParallelConfig(tp_size=8), (1, 2, 4, 5, 10, 20)),
-        (ParallelConfig(tp_size=8, pad_heads=True), (8,)),
+        (Layout(tp_size=8), (1, 2, 4, 5, 10, 20)),
+        (Layout(tp_size=8, pad_heads=True), (8,)),
     ):
         assert nearest_plan(job(), wanted, CLUSTER).layout.tp_size in sizes
 
@@ -188,7 +182,7 @@ def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
 def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and_above() -> None:
     with pytest.raises(ValueError, match="but is 7; a layout fits with num_devices=6, num_devices=8$"):
         rank_layouts(job(), CLUSTER, 7)
-    halves = ParallelRequest(batch_halves=True)
+    halves = ParallelConfig(batch_halves=True)
     with pytest.raises(
         ValueError, match=r"is above 1\), but is 14; a layout fits with num_devices=7, global_batch_size=14$"
     ):
@@ -197,7 +191,7 @@ def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and
 
 
 def test_days_tokens_and_energy_follow_from_the_step() -> None:
-    plan = make_plan(job().change(2, Recompute.FULL), ParallelConfig(tp_size=2, dp_size=4), CLUSTER)
+    plan = make_plan(job().change(2, Recompute.FULL), Layout(tp_size=2, dp_size=4), CLUSTER)
     assert plan.num_micro_batches == 6
     assert plan.tokens_per_s * plan.time.total == pytest.approx(48 * 1024)
     assert plan.days * 86400 == pytest.approx(1000 * plan.time.total)
@@ -207,7 +201,7 @@ def test_days_tokens_and_energy_follow_from_the_step() -> None:
 
 def machine_layouts(cluster: Cluster) -> dict[tuple, Plan]:
     a_job = dataclasses.replace(job("gpt_355m", 16, num_layers=4), dtype="bf16", micro_batch_size=2)
-    plans = rank_on_machine(a_job, cluster, 2, ParallelRequest(), [Recompute.NONE])
+    plans = rank_on_machine(a_job, cluster, 2, ParallelConfig(), [Recompute.NONE])
     assert [plan.time.total for plan in plans] == sorted(plan.time.total for plan in plans)
     assert all(plan.job == a_job for plan in plans)
     return {(p.layout.tp_size, p.layout.dp_size, p.layout.zero1, p.layout.batch_halves): p for p in plans}
@@ -220,7 +214,7 @@ def test_two_cores_have_four_layouts_and_two_gpus_too() -> None:
     assert on_cores.keys() == data | {(2, 1, no, no), (1, 1, no, no)}
     assert machine_layouts(gpu).keys() == data | {(2, 1, no, no), (2, 1, no, yes)}
     # A rank of two threads: the work of one thread in half the time, and the memory of both.
-    alone, one = on_cores[1, 1, no, no], make_plan(on_cores[1, 1, no, no].job, ParallelConfig(), cpu)
+    alone, one = on_cores[1, 1, no, no], make_plan(on_cores[1, 1, no, no].job, Layout(), cpu)
     assert alone.time.matmul == pytest.approx(one.time.matmul / 2) and alone.time.overhead == one.time.overhead
     assert alone.cluster.usable_bytes == pytest.approx(2 * 12 * GIB - GIB / 2)
     assert alone.needed_bytes == one.needed_bytes
@@ -230,19 +224,19 @@ def test_a_machine_has_layouts_with_padded_heads_only_on_request() -> None:
     odd = job("gpt_355m", 6, num_layers=1, hidden_size=960, num_attention_heads=15)
     a_job, cpu = dataclasses.replace(odd, dtype="fp32", micro_batch_size=6), load_cluster(CLUSTERS / "cpu.yaml")
     for pad_heads, sizes in ((False, {1}), (True, {1, 2})):
-        plans = rank_on_machine(a_job, cpu, 2, ParallelRequest(pad_heads=pad_heads), [Recompute.NONE])
+        plans = rank_on_machine(a_job, cpu, 2, ParallelConfig(pad_heads=pad_heads), [Recompute.NONE])
         assert {plan.layout.tp_size for plan in plans} == sizes
 
 
 def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:
     cpu = load_cluster(CLUSTERS / "cpu.yaml")
-    request, modes = ParallelRequest(), [Recompute.NONE, Recompute.FULL]
+    request, modes = ParallelConfig(), [Recompute.NONE, Recompute.FULL]
     a_job = dataclasses.replace(job("gpt_355m", 6), dtype="fp32", micro_batch_size=6)
     assert {p.layout for p in rank_on_machine(a_job, cpu, 2, request, modes)} == {
-        ParallelConfig(),
-        ParallelConfig(tp_size=2),
+        Layout(),
+        Layout(tp_size=2),
     }
-    needed = rank_memory(a_job.change(recompute=Recompute.NONE), ParallelConfig(tp_size=2), False).total
+    needed = rank_memory(a_job.change(recompute=Recompute.NONE), Layout(tp_size=2), False).total
     small = dataclasses.replace(cpu, memory_gib=0.5 + (needed - 1) / GIB)
     assert {(p.layout.tp_size, p.recompute) for p in rank_on_machine(a_job, small, 2, request, modes)} == {
         (1, Recompute.NONE),  # with the memory of both cores

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from paper_models import SIZES, paper_model
 
 from analysis.scaling.study import LATER_SHAPES, study_model
-from lmscale.config import ParallelConfig, Recompute, TransformerConfig
+from lmscale.config import Layout, Recompute, TransformerConfig
 from lmscale.config.cluster import Calibration, Cluster, Peaks, Roofline, load_cluster
-from lmscale.config.layout import ParallelRequest
+from lmscale.config.layout import ParallelConfig
 from lmscale.planner.communication import Collective, micro_batch_collectives
-from lmscale.planner.job import Job
 from lmscale.planner.operation import product
 from lmscale.planner.operations import step_operations
 from lmscale.planner.plan import Plan, make_plan
 from lmscale.planner.plan_table import format_operations, slowest_first
 from lmscale.planner.search import rank_on_machine
 from lmscale.planner.step_time import StepTime, message_rows, message_s
+from lmscale.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = Cluster(
@@ -55,14 +55,16 @@ def shipped(name: str) -> Cluster:
 
 def planned(
     config: TransformerConfig,
-    layout: ParallelConfig | None = None,
+    layout: Layout | None = None,
     b: int = 4,
     n: int = 1,
     cluster: Cluster = CLUSTER,
     dtype: str = "fp16",
 ) -> Plan:
-    layout = layout or ParallelConfig()
-    return make_plan(Job(config, b, b * n * layout.dp_size, config.max_position_embeddings, dtype, 1), layout, cluster)
+    layout = layout or Layout()
+    return make_plan(
+        Workload(config, b, b * n * layout.dp_size, config.max_position_embeddings, dtype, 1), layout, cluster
+    )
 
 
 def parts(time: StepTime) -> dict[str, float]:
@@ -73,9 +75,7 @@ def parts(time: StepTime) -> dict[str, float]:
 @settings(max_examples=20, deadline=None)
 def test_data_ranks_change_only_gradient_communication(name, recompute, tp_size, dp_size) -> None:
     config = paper_model(name, recompute=recompute)
-    few, many = (
-        parts(planned(config, ParallelConfig(tp_size=tp_size, dp_size=d)).time) for d in (dp_size, 2 * dp_size)
-    )
+    few, many = (parts(planned(config, Layout(tp_size=tp_size, dp_size=d)).time) for d in (dp_size, 2 * dp_size))
     assert many.pop("data") > few.pop("data") > 0
     assert few == many
 
@@ -84,7 +84,7 @@ def test_data_ranks_change_only_gradient_communication(name, recompute, tp_size,
 @settings(max_examples=20, deadline=None)
 def test_micro_batches_multiply_the_passes_over_the_model(name, recompute, tp_size, n) -> None:
     config = paper_model(name, recompute=recompute)
-    one, several = (planned(config, ParallelConfig(tp_size=tp_size, dp_size=8), n=k).time for k in (1, n))
+    one, several = (planned(config, Layout(tp_size=tp_size, dp_size=8), n=k).time for k in (1, n))
     assert several.matmul == pytest.approx(n * one.matmul)
     assert (several.data, several.optimizer) == (one.data, one.optimizer)
     assert one.elementwise < several.elementwise
@@ -95,7 +95,7 @@ def test_micro_batches_multiply_the_passes_over_the_model(name, recompute, tp_si
 @settings(max_examples=20, deadline=None)
 def test_tensor_ranks_shorten_work_at_most_by_their_number(name, recompute) -> None:
     config = paper_model(name, recompute=recompute)
-    one, four = (planned(config, ParallelConfig(tp_size=p)).time for p in (1, 4))
+    one, four = (planned(config, Layout(tp_size=p)).time for p in (1, 4))
     assert one.matmul / 4 <= four.matmul * (1 + 1e-12) < one.matmul
     assert one.elementwise / 4 < four.elementwise < one.elementwise
     assert one.optimizer / 4 < four.optimizer < one.optimizer  # replicated parameters
@@ -107,7 +107,7 @@ def test_tensor_ranks_shorten_work_at_most_by_their_number(name, recompute) -> N
 @settings(max_examples=10, deadline=None)
 def test_recomputation_time_grows_with_what_is_recomputed(name) -> None:
     none, selective, full = (
-        planned(paper_model(name, recompute=mode, attention="exact"), ParallelConfig(tp_size=2)).time
+        planned(paper_model(name, recompute=mode, attention="exact"), Layout(tp_size=2)).time
         for mode in ("none", "selective", "full")
     )
     assert none.total < selective.total < full.total
@@ -122,7 +122,7 @@ def test_recomputation_time_grows_with_what_is_recomputed(name) -> None:
 )
 @settings(max_examples=30, deadline=None)
 def test_a_faster_machine_is_never_slower(name, rate) -> None:
-    layout = ParallelConfig(tp_size=4, dp_size=16)
+    layout = Layout(tp_size=4, dp_size=16)
     before = getattr(CLUSTER.roofline, rate, None) or getattr(CLUSTER.calibration, rate)
     faster = planned(paper_model(name), layout, cluster=changed(**{rate: 1.2 * before})).time
     assert faster.total < planned(paper_model(name), layout).time.total
@@ -142,7 +142,7 @@ def test_products_run_at_their_rate_in_whole_tiles_or_at_that_of_their_bytes() -
 def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
     def seconds(hidden_size: int) -> float:
         config = paper_model("gpt_1.2b", hidden_size=hidden_size)
-        found = step_operations(config, ParallelConfig(), 4, 1, 1024, "fp16")
+        found = step_operations(config, Layout(), 4, 1, 1024, "fp16")
         return sum(o.seconds(CLUSTER, "fp16") for o in found if o.kind == "attention")
 
     assert seconds(96 * 16) == pytest.approx(seconds(128 * 16))
@@ -161,9 +161,9 @@ def test_scores_pass_through_memory_where_no_kernel_keeps_them_on_the_chip() -> 
 @pytest.mark.parametrize(
     "layout",
     [
-        ParallelConfig(tp_size=8),
-        ParallelConfig(tp_size=2, dp_size=3),
-        ParallelConfig(tp_size=8, dp_size=8, sequence_parallel=True, zero1=True),
+        Layout(tp_size=8),
+        Layout(tp_size=2, dp_size=3),
+        Layout(tp_size=8, dp_size=8, sequence_parallel=True, zero1=True),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -190,21 +190,21 @@ def test_tensor_groups_send_over_fast_links_only_if_every_group_lies_within_a_no
     for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce", 1)):
         message = Collective("outputs", kind, "tensor", "forward", 3, 10**9)
         seconds = 3 * (rounds * (tp_size - 1) / tp_size * 10**9 / bandwidth + 10e-6)
-        assert message_s(message, ParallelConfig(tp_size=tp_size, dp_size=dp_size), CLUSTER) == pytest.approx(seconds)
+        assert message_s(message, Layout(tp_size=tp_size, dp_size=dp_size), CLUSTER) == pytest.approx(seconds)
 
 
 def test_data_ranks_send_over_fast_links_only_if_all_ranks_are_on_a_node() -> None:
     message = Collective("gradients", "all_reduce", "data", "gradients", 1, 10**9)
-    inside, outside = (message_s(message, ParallelConfig(tp_size=2, dp_size=d), CLUSTER) for d in (4, 8))
+    inside, outside = (message_s(message, Layout(tp_size=2, dp_size=d), CLUSTER) for d in (4, 8))
     assert outside > 8 * inside
 
 
 def test_sequence_parallelism_divides_replicated_work() -> None:
     config = paper_model("gpt_8.3b")
-    plain, cut = (planned(config, ParallelConfig(tp_size=8, sequence_parallel=on)).time for on in (False, True))
+    plain, cut = (planned(config, Layout(tp_size=8, sequence_parallel=on)).time for on in (False, True))
     assert cut.elementwise < plain.elementwise and cut.matmul == plain.matmul
     assert plain.messages < cut.messages < 1.6 * plain.messages  # the inputs of the linear layers are gathered again
-    alone = [planned(config, ParallelConfig(sequence_parallel=on)).time for on in (False, True)]
+    alone = [planned(config, Layout(sequence_parallel=on)).time for on in (False, True)]
     assert alone[0] == alone[1]
 
 
@@ -217,10 +217,10 @@ LAYER_FLOPS = 24 * B * S * D**2 + 4 * B * S**2 * D
 
 def forward_of_a_layer(tp_size: int = P, cluster: Cluster = LINKS, compute_s: float | None = None) -> StepTime:
     """Messages of one forward pass of a layer, beside its products at 989 TFLOP/s."""
-    found = micro_batch_collectives(LAYER, ParallelConfig(tp_size=tp_size), B, S, "fp16")
+    found = micro_batch_collectives(LAYER, Layout(tp_size=tp_size), B, S, "fp16")
     sent = [message for message in found if message.phase == "forward" and "MLP" in message.what]
     assert [(m.kind, m.count, m.num_bytes) for m in sent] == [("all_reduce", 2, 64 * 2**20)]
-    time = StepTime.of(message_rows(sent, ParallelConfig(tp_size=tp_size), cluster))
+    time = StepTime.of(message_rows(sent, Layout(tp_size=tp_size), cluster))
     return dataclasses.replace(time, matmul=LAYER_FLOPS / tp_size / 989e12)
 
 
@@ -241,10 +241,10 @@ def test_the_ratio_grows_as_one_over_p_minus_1() -> None:
 
 def test_a_plan_says_when_a_layout_is_communication_bound() -> None:
     config = paper_model("gpt_8.3b")
-    bound = planned(config, ParallelConfig(tp_size=8), cluster=changed(tensor_bandwidth_gb_s=1.0)).time
+    bound = planned(config, Layout(tp_size=8), cluster=changed(tensor_bandwidth_gb_s=1.0)).time
     words = f"communication-bound: messages take {1 / bound.ratio:.2f} times as long as computing, most of it "
     assert bound.ratio < 1 and bound.describe_ratio() == words + "bytes"
-    waiting = planned(config, ParallelConfig(tp_size=8), cluster=dataclasses.replace(CLUSTER, latency_us=1e6)).time
+    waiting = planned(config, Layout(tp_size=8), cluster=dataclasses.replace(CLUSTER, latency_us=1e6)).time
     assert waiting.describe_ratio().endswith("most of it latency")
     assert forward_of_a_layer().describe_ratio() == "compute-bound: perfect overlap could hide the messages"
     alone = planned(config).time
@@ -310,15 +310,13 @@ def test_the_expected_errors_of_the_clusters_are_those_of_the_records() -> None:
     v100, ratios = shipped("dgx2h_v100"), []
     for shape in LATER_SHAPES:  # whose code recomputes all layers, and keeps the scores of its attention in memory
         config = study_model(shape.num_layers, shape.hidden_size, shape.heads)
-        ratios.append(
-            shape.v100_ms / 1e3 / planned(config, ParallelConfig(tp_size=shape.tp_size), 8, cluster=v100).time.total
-        )
+        ratios.append(shape.v100_ms / 1e3 / planned(config, Layout(tp_size=shape.tp_size), 8, cluster=v100).time.total)
     text = "Megatron-LM's fused code of 2020, outside the fit, took {:.2f} to {:.2f} times as long on one node"
     assert v100.calibration.expected_error == text.format(min(ratios), max(ratios))
     measured = metrics_of("measured_layouts_cpu")
-    job = Job(TransformerConfig("gpt", 4, 512, 8, 8192, 256), 2, 4, 256, "fp32", 1)
+    job = Workload(TransformerConfig("gpt", 4, 512, 8, 8192, 256), 2, 4, 256, "fp32", 1)
     ratios = []
-    for plan in rank_on_machine(job, shipped("cpu"), 2, ParallelRequest(), [Recompute.NONE]):
+    for plan in rank_on_machine(job, shipped("cpu"), 2, ParallelConfig(), [Recompute.NONE]):
         name = f"tp{plan.layout.tp_size}_dp{plan.layout.dp_size}" + "_zero1" * plan.layout.zero1
         ratios.append(measured[f"{name}/long_s"] / plan.time.total)
     text = "four layouts of a GPT on two cores took {:.2f} to {:.2f} times as long"

@@ -11,8 +11,8 @@ from ranks import run_in_turn, run_ranks
 
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config.pretrain import RunConfig
-from lmscale.training.job import PretrainJob
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import ResolvedRun, resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -75,11 +75,11 @@ def run_jobs(
     for run in runs:
         layout = run.parallel.tp_size, run.parallel.dp_size
         assert layout[0] * layout[1] == world_size
-        jobs.append(prepare_job(run))
+        jobs.append(resolve(run))
     run_ranks(_train_all, world_size, jobs, expected, fault)
 
 
-def _train_all(rank: int, jobs: list[PretrainJob], expected: int, fault: Callable[[int], None] | None) -> None:
+def _train_all(rank: int, jobs: list[ResolvedRun], expected: int, fault: Callable[[int], None] | None) -> None:
     if fault is not None:
         fault(rank)
     gc.freeze()  # garbage collection at the Trainer's end would take half the time of a tiny run

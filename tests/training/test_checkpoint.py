@@ -14,7 +14,8 @@ from lmscale.checkpoint import CheckpointError, check_model, list_checkpoints, r
 from lmscale.data.sampler import GlobalBatchSampler
 from lmscale.training import checkpointing
 from lmscale.training.output.resuming import find_checkpoint
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
@@ -22,7 +23,7 @@ LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
 
 def train(run) -> None:
     """Train in this process."""
-    assert pretrain(prepare_job(run)) == 0
+    assert pretrain(resolve(run)) == 0
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
@@ -119,7 +120,7 @@ def test_a_checkpoint_without_all_its_files_is_not_resumed_from(finished, tmp_pa
 
 def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished) -> None:
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
-        prepare_job(tiny_run("gpt", finished))
+        resolve(tiny_run("gpt", finished))
     older = str(sorted((finished / "checkpoints").iterdir())[0])
     with pytest.raises(ValueError, match="`resume` must not be older than the run folder's checkpoints"):
         find_checkpoint(tiny_run("gpt", finished, resume=older))
@@ -129,7 +130,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
     changed = {"model__num_layers": 3, "model__norm_order": "post", "model__hidden_dropout": 0.3}
     run = tiny_run("gpt", tmp_path, resume=str(finished), **changed)
     with pytest.raises(ValueError, match="is of another model") as caught:
-        prepare_job(run)
+        resolve(run)
     message = str(caught.value)
     assert "num_layers is 3 here and 2 there" in message
     assert "norm_order is 'post' here and 'pre' there" in message
@@ -141,7 +142,7 @@ def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
     with pytest.raises(
         ValueError, match=r"schedule.decay_steps is 8 here and 10 there \(by default trainer.max_steps\)"
     ):
-        prepare_job(tiny_run("gpt", tmp_path, resume=str(finished), **longer))
+        resolve(tiny_run("gpt", tmp_path, resume=str(finished), **longer))
     metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
     named = dataclasses.replace(metadata, run={"model": {"name": "gpt_small"}})
     other = metadata.model | {"architecture": "bert"}
@@ -152,11 +153,11 @@ def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
 def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished, tmp_path) -> None:
     changed = {"model__initializer": "counter", "model__scale_residual_init": False}
     with pytest.raises(ValueError, match="is of a run with other initial weights") as caught:
-        prepare_job(tiny_run("gpt", tmp_path, resume=str(finished), **changed, **LONG))
+        resolve(tiny_run("gpt", tmp_path, resume=str(finished), **changed, **LONG))
     assert "model.initializer is 'counter' here and 'generator' there" in str(caught.value)
     assert "model.scale_residual_init is False here and True there" in str(caught.value)
     branch = {"path": str(finished), "weights_only": True}
-    prepare_job(tiny_run("gpt", tmp_path, resume=branch, **changed, **LONG))  # a new run, on other weights
+    resolve(tiny_run("gpt", tmp_path, resume=branch, **changed, **LONG))  # a new run, on other weights
 
 
 def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
@@ -187,7 +188,7 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     monkeypatch.setattr(GlobalBatchSampler, "_permutation_of", lambda self, epoch: original(self, epoch + 1))
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
-    assert pretrain(prepare_job(run)) == 2
+    assert pretrain(resolve(run)) == 2
     assert "the data digest must be" in capfd.readouterr().err
 
 
@@ -221,7 +222,7 @@ def test_a_damaged_checkpoint_is_named_and_refused(finished, tmp_path, damage) -
         shutil.rmtree(path)
         path.mkdir()
     with pytest.raises(ValueError) as caught:
-        prepare_job(tiny_run("gpt", tmp_path / "run", resume=str(path)))
+        resolve(tiny_run("gpt", tmp_path / "run", resume=str(path)))
     assert "step_6.ckpt" in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -15,7 +15,8 @@ from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoin
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
 from lmscale.training.output.reporting import SampleDigest
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 from lmscale.training.step.module import PretrainModule
 
@@ -25,7 +26,7 @@ LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=
 
 
 def train_here(run) -> int:
-    return pretrain(prepare_job(run))
+    return pretrain(resolve(run))
 
 
 def damage(path: Path, how: str) -> None:
@@ -112,7 +113,7 @@ def test_auto_refuses_to_start_from_scratch_if_all_checkpoints_are_damaged(three
     for path in list_checkpoints(folder / "checkpoints"):
         damage(path, "truncated")
     with pytest.raises(CheckpointError, match="can be read"):
-        prepare_job(run_of(folder))
+        resolve(run_of(folder))
 
 
 def test_a_damaged_checkpoint_given_by_path_is_refused_naming_its_tensor(three_steps, tmp_path, capfd) -> None:
@@ -222,8 +223,8 @@ def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> 
     name = "transformer.layers.1.mlp.up.bias"
     make = pretrain_module.build_module
 
-    def poisoned(job, resume_from, running):
-        module = make(job, resume_from, running)
+    def poisoned(job, agreed, session):
+        module = make(job, agreed, session)
         configure = module.configure_model
 
         def configure_and_poison():

@@ -8,8 +8,8 @@ from lmscale.config.generate import GenerateConfig
 from lmscale.config.training import PrecisionConfig
 from lmscale.config.zero_shot import WikiText103Config, ZeroShotConfig
 from lmscale.planner.flops import dense_peak_flops_per_s
-from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training.runtime.preflight import check_float8
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import check_float8, resolve
 
 SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_length": 32, "precision__dtype": "fp8"}
 
@@ -17,11 +17,11 @@ SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_l
 @pytest.mark.slow
 def test_a_float8_run_learns_like_bf16_and_resumes_bitwise(tmp_path) -> None:
     settings = SIZES | {"trainer__max_steps": 12, "model__hidden_dropout": 0.1}
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "whole", **settings)))
     for stop in (5, None):
         changes = {"trainer__stop_after_steps": stop, "resume": "auto"}
-        pretrain(prepare_job(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "bf16", **settings | {"precision__dtype": "bf16"})))
+        pretrain(resolve(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "bf16", **settings | {"precision__dtype": "bf16"})))
     whole, parts, bf16 = ([r["train/loss"] for r in read_rows(tmp_path / n)] for n in ("whole", "parts", "bf16"))
     assert whole == parts != bf16
     assert whole[-1] < whole[0] - 0.05

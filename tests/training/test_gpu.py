@@ -10,7 +10,8 @@ from lmscale.kernels import apex_problem
 from lmscale.models.attention_backend import preferred_backend
 from lmscale.models.layer import TransformerLayer
 from lmscale.parallel import ParallelContext
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -20,7 +21,7 @@ def test_a_gpu_run_matches_the_cpu_in_fp64(tmp_path, architecture) -> None:
     dropout = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
     for accelerator in ("cpu", "gpu"):
         run = tiny_run(architecture, tmp_path / accelerator, trainer__accelerator=accelerator, **dropout)
-        pretrain(prepare_job(run))
+        pretrain(resolve(run))
     for row, other in zip(read_rows(tmp_path / "cpu"), read_rows(tmp_path / "gpu"), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-10)
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-9)
@@ -37,10 +38,10 @@ def test_half_precision_learns_on_a_gpu_and_resumes_bitwise(tmp_path, dtype) -> 
         "model__hidden_dropout": 0.1,
         "model__attention_dropout": 0.1,
     }
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "whole", **settings)))
     for stop in (7, None):
         run = tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings)
-        pretrain(prepare_job(run))
+        pretrain(resolve(run))
     whole, parts = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == parts
     assert whole[-1] < whole[0] - 0.05
@@ -56,7 +57,7 @@ HALF = {"trainer__accelerator": "gpu", "trainer__max_steps": 20, "model__hidden_
 def test_compiled_layers_and_cuda_graphs_match_eager_layers(tmp_path, architecture, changes) -> None:
     for name, settings in (("plain", {}), ("other", changes)):
         run = tiny_run(architecture, tmp_path / name, precision__dtype="bf16", **HALF | settings)
-        job = prepare_job(run)
+        job = resolve(run)
         assert job.kernels.compiles == (name == "other")
         pretrain(job)
     plain, other = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("plain", "other"))
@@ -68,7 +69,7 @@ def test_compiled_layers_and_cuda_graphs_match_eager_layers(tmp_path, architectu
 @pytest.mark.parametrize("compile_", [False, True])
 def test_float8_matches_bf16_on_a_gpu(tmp_path, compile_) -> None:
     for dtype in ("bf16", "fp8"):
-        pretrain(prepare_job(tiny_run("gpt", tmp_path / dtype, precision__dtype=dtype, compile=compile_, **HALF)))
+        pretrain(resolve(tiny_run("gpt", tmp_path / dtype, precision__dtype=dtype, compile=compile_, **HALF)))
     bf16, fp8 = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("bf16", "fp8"))
     assert fp8 == pytest.approx(bf16, rel=5e-3) and fp8 != bf16
 
@@ -76,7 +77,7 @@ def test_float8_matches_bf16_on_a_gpu(tmp_path, compile_) -> None:
 @pytest.mark.skipif(apex_problem() is not None, reason="needs NVIDIA's apex")
 def test_apex_matches_torch_on_a_gpu(tmp_path) -> None:
     for kernels in ("torch", "apex"):
-        pretrain(prepare_job(tiny_run("gpt", tmp_path / kernels, precision__dtype="bf16", kernels=kernels, **HALF)))
+        pretrain(resolve(tiny_run("gpt", tmp_path / kernels, precision__dtype="bf16", kernels=kernels, **HALF)))
     torch_, apex = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("torch", "apex"))
     assert apex == pytest.approx(torch_, rel=5e-3)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from runs import assert_same_run, read_rows, tiny_run
 
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -26,11 +27,11 @@ def test_a_recomputed_run_with_attention_dropout_resumes_bitwise(tmp_path, recom
         "data__seq_length": 32,
         "compile": compile_,
     }
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **settings)))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "whole", **settings)))
     for stop in (3, None):
         torch.compiler.reset()  # compile again for each part, as after a real restart
         run = tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings)
-        job = prepare_job(run)
+        job = resolve(run)
         assert job.kernels.compiles == compile_
         pretrain(job)
     assert len(read_rows(tmp_path / "whole")) >= 6
@@ -42,6 +43,6 @@ def test_attention_dropout_changes_the_losses(tmp_path) -> None:
     for dropout in (0.0, 0.3):
         settings = {"trainer__accelerator": "gpu", "precision__dtype": "bf16", "model__recompute": "selective"}
         folder = tmp_path / str(dropout)
-        pretrain(prepare_job(tiny_run("gpt", folder, model__attention_dropout=dropout, compile=True, **settings)))
+        pretrain(resolve(tiny_run("gpt", folder, model__attention_dropout=dropout, compile=True, **settings)))
         losses.append([row["train/loss"] for row in read_rows(folder) if "train/loss" in row])
     assert losses[0] != losses[1]

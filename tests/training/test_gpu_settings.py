@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.config import ParallelConfig
-from lmscale.training.job import Job
-from lmscale.training.runtime import gpu_settings, preflight
+from lmscale.training import resolve
+from lmscale.training.output import resuming
+from lmscale.training.runtime import gpu_settings
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +45,19 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
         found.update(gpu_settings.gpu_settings())
         raise InterruptedError
 
-    monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
-    monkeypatch.setattr(preflight, "check_paths", lambda run: None)
-    monkeypatch.setattr(preflight, "find_checkpoint", first_question)
-    monkeypatch.setattr(preflight, "check_loads", lambda family: None)
+    monkeypatch.setattr(resolve, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(resolve, "check_paths", lambda run, world: None)
+    monkeypatch.setattr(resuming, "find_checkpoint", first_question)
     run = SimpleNamespace(
         run_dir="absent",
         model=SimpleNamespace(family="gpt"),
         trainer=SimpleNamespace(accelerator="gpu"),
         cuda_graphs=cuda_graphs,
+        resume=SimpleNamespace(path="auto"),
         logger=SimpleNamespace(wandb=False),
     )
     with pytest.raises(InterruptedError):
-        preflight.check_run(run)
+        resolve.check(run)
     assert found["allocator"] == (None if cuda_graphs else gpu_settings.EXPANDABLE)
 
 
@@ -67,7 +67,7 @@ def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatc
     try:
         matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
         gpu_settings.keep_partial_sums_in_fp32()
-        on_gpu = Job(run=None, layout=ParallelConfig(), accelerator="gpu").settings()
+        on_gpu = gpu_settings.gpu_settings()
     finally:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
     assert on_gpu == {
@@ -75,4 +75,4 @@ def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatc
         "bf16_reduced_precision_reduction": False,
         "fp16_reduced_precision_reduction": False,
     }
-    assert Job(run=None, layout=ParallelConfig(), accelerator="cpu").settings() is None
+    assert gpu_settings.gpu_settings(on_gpu=False) is None

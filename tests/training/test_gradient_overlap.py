@@ -12,12 +12,13 @@ from sharding import random_batch, small_config, total_loss
 from torch import nn
 
 from lmscale import partition
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import step_collectives
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.module import DTYPES, PretrainModule
@@ -169,7 +170,7 @@ def test_the_pieces_match_the_planner(by_rank, monkeypatch, architecture, kind) 
     monkeypatch.setattr(partition, "PIECE_ELEMENTS", PIECE)
     dtype, zero1 = kind
     sent = by_rank[0][0][architecture, dtype, zero1][1]
-    formula = step_collectives(small_config(architecture), ParallelConfig(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
+    formula = step_collectives(small_config(architecture), Layout(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
     expected = {(c.kind, c.num_bytes): STEPS * c.count for c in formula if c.phase == "gradients"}
     assert sent == expected and sent.total() > 10 * STEPS
 
@@ -213,5 +214,5 @@ def test_a_run_starts_gradient_sync_only_in_its_last_micro_batch(tmp_path, monke
     note(MixedPrecisionAdamW, "reduce_gradients")
     note(PretrainModule, "backward")
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=2, global_batch_size=6)
-    assert pretrain(prepare_job(run)) == 0
+    assert pretrain(resolve(run)) == 0
     assert calls == 3 * ["backward", "backward", "start_grad_sync", "backward", "reduce_gradients"]

@@ -10,7 +10,8 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, ShardSpec
 from lmscale.parallel.rng import counter_bits
 from lmscale.planner.memory import estimate_memory
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.step import adamw as adamw_module
 from lmscale.training.step.adamw import adamw, adamw_in_blocks, place_of, round_to_bf16
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -104,10 +105,10 @@ def test_blocks_of_rows_are_updated_as_the_whole_matrix(monkeypatch, rows) -> No
 def test_a_run_stays_close_to_fp32_and_resumes_bitwise(tmp_path, dtype) -> None:
     settings = {"trainer__max_steps": 8, "precision__dtype": dtype, "resume": "auto"}
     half = settings | {"optimizer__moments": "bf16"}
-    assert pretrain(prepare_job(tiny_run("gpt", tmp_path / "fp32", **settings))) == 0
-    assert pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", **half))) == 0
+    assert pretrain(resolve(tiny_run("gpt", tmp_path / "fp32", **settings))) == 0
+    assert pretrain(resolve(tiny_run("gpt", tmp_path / "whole", **half))) == 0
     for stop in (3, None):
-        assert pretrain(prepare_job(tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, **half))) == 0
+        assert pretrain(resolve(tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, **half))) == 0
     rows, parts, plain = (read_rows(tmp_path / name) for name in ("whole", "parts", "fp32"))
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in parts]
     assert [row["train/loss"] for row in rows] == pytest.approx([row["train/loss"] for row in plain], rel=2e-3)

@@ -16,7 +16,8 @@ from lmscale.parallel import (
     embedding_lookup,
     vocab_parallel_logits,
 )
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -107,14 +108,14 @@ def test_the_gradient_over_many_micro_batches_has_only_rounding_error(architectu
 
 
 def test_a_run_that_never_updates_says_so(tmp_path, capsys) -> None:
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "none", precision__dtype="fp16")))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "none", precision__dtype="fp16")))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert lines == [
         "WARNING: the weights are the initial ones: every step (3) was skipped for a gradient that is not finite; "
         "the loss scale is still 1.07374e+09"
     ]
     settings = {"precision__dtype": "fp16", "precision__initial_loss_scale": 1024.0}
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "all", **settings)))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "all", **settings)))
     assert "WARNING" not in capsys.readouterr().err
     counts = [read_record(tmp_path / name)["metrics"] for name in ("none", "all")]
     assert [(found["num_updates"]["value"], found["num_skipped"]["value"]) for found in counts] == [(0, 3), (3, 0)]
@@ -135,7 +136,7 @@ def test_the_loss_scale_of_fp16_must_halve_before_the_limit_on_skipped_steps(tmp
 def test_data_ranks_sum_half_gradients_like_one_process(tmp_path, dtype) -> None:
     """The same micro-batches on two ranks: sums are in fp32 and differ only in order."""
     settings = {"precision__dtype": dtype, "precision__initial_loss_scale": 1024.0, "micro_batch_size": 2}
-    assert pretrain(prepare_job(tiny_run("gpt", tmp_path / "one", **settings))) == 0
+    assert pretrain(resolve(tiny_run("gpt", tmp_path / "one", **settings))) == 0
     run_jobs([tiny_run("gpt", tmp_path / "two", parallel__dp_size=2, **settings)], 2)
     for row, other in zip(read_rows(tmp_path / "one"), read_rows(tmp_path / "two"), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-6)

@@ -17,7 +17,7 @@ from lmscale.checkpoint import list_checkpoints
 from lmscale.parallel.shared_memory import RankGoneError
 from lmscale.training.runtime.exit_codes import FAILED, USER_ERROR
 from lmscale.training.runtime.lost_rank import what_failed, who_is_gone
-from lmscale.training.runtime.run import _end_process_group
+from lmscale.training.runtime.session import _end_process_group
 from lmscale.training.strategy import TensorParallelStrategy
 
 

@@ -12,14 +12,17 @@ from runs import assert_same_run, read_record, run_jobs, tiny_run
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.config import Recompute
+from lmscale.config import Layout, Recompute
 from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
-from lmscale.training.output.resuming import Start
-from lmscale.training.pretrain import prepare_job, pretrain
-from lmscale.training.runtime import kernel_choice
-from lmscale.training.runtime.kernel_choice import compiling_pays, kept_compile, settle_kernels
+from lmscale.training import agreement
+from lmscale.training import resolve as resolving
+from lmscale.training.agreement import agree_on_kernels
+from lmscale.training.output import resuming
+from lmscale.training.output.resuming import kept_metadata
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import compiling_pays, keep_compile, resolve, resolve_attention
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -32,8 +35,8 @@ def composed(*overrides: str) -> RunConfig:
 
 @pytest.fixture
 def two_cores(monkeypatch) -> None:
-    monkeypatch.setattr(kernel_choice.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: True)
+    monkeypatch.setattr(resolving.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False: True)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_a_long_run_compiles_on_a_cpu_if_there_is_a_compiler(two_cores, monkeypa
     least = next(steps for steps in range(1, 99) if compiling_pays(change_steps(run, steps), 1))
     assert least > 20  # 2.4 GFLOP per token
     assert not compiling_pays(change_steps(run, least), 2) and compiling_pays(change_steps(run, 2 * least), 2)
-    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
+    monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False: False)
     assert not compiling_pays(run, 1)
 
 
@@ -68,39 +71,37 @@ def change_steps(run: RunConfig, steps: int) -> RunConfig:
 
 def test_without_a_compiler_or_headers_none_is_found(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    assert not kernel_choice._has_compiler()
+    assert not resolving._has_compiler()
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr(kernel_choice.sysconfig, "get_path", lambda *_: str(tmp_path))
-    assert not kernel_choice._has_compiler()
+    monkeypatch.setattr(resolving.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert not resolving._has_compiler()
     (tmp_path / "Python.h").write_text("")
-    assert kernel_choice._has_compiler()
+    assert resolving._has_compiler()
     monkeypatch.setenv("CC", str(tmp_path / "absent"))
-    assert not kernel_choice._has_compiler(on_gpu=True)
+    assert not resolving._has_compiler(on_gpu=True)
     monkeypatch.setenv("CC", "sh")
-    assert kernel_choice._has_compiler(on_gpu=True)
+    assert resolving._has_compiler(on_gpu=True)
 
 
 def test_exact_attention_is_for_compiled_layers_with_dropout_on_a_cpu() -> None:
-    assert choose_attention(on_gpu=False, compiles=True, dropout=0.1) == "exact"
+    assert choose_attention(compiles=True, dropout=0.1) == "exact"
     for changes in ({"compiles": False}, {"dropout": 0.0}):
-        assert choose_attention(**({"on_gpu": False, "compiles": True, "dropout": 0.1} | changes)) == "sdpa"
-    assert choose_attention(on_gpu=True, compiles=True, dropout=0.1) == "auto"  # measured there
+        assert choose_attention(**({"compiles": True, "dropout": 0.1} | changes)) == "sdpa"
 
 
 def test_a_job_is_prepared_with_what_its_length_and_dropout_call_for(two_cores, tmp_path, monkeypatch) -> None:
     run = tiny_run("gpt", tmp_path, compile="auto", precision__dtype="bf16", model__attention="auto")
     dropping = dataclasses.replace(run, model=dataclasses.replace(run.model, attention_dropout=0.1))
     chosen = []
-    for seconds in (kernel_choice.LEAST_SECONDS, 0):
-        monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", seconds)
-        jobs = [prepare_job(run), prepare_job(dropping)]
-        chosen += [(job.kernels.compiles, job.config.attention, job.run.model.attention) for job in jobs]
-    eager, compiled = (False, "sdpa", "sdpa"), (True, "sdpa", "sdpa")
-    assert chosen == [eager, eager, compiled, (True, "exact", "exact")]
+    for seconds in (resolving.LEAST_SECONDS, 0):
+        monkeypatch.setattr(resolving, "LEAST_SECONDS", seconds)
+        jobs = [resolve(run), resolve(dropping)]
+        chosen += [(job.kernels.compiles, job.model.attention) for job in jobs]
+    assert chosen == [(False, "sdpa"), (False, "sdpa"), (True, "sdpa"), (True, "exact")]
 
 
 def test_a_run_records_the_attention_and_the_kernels_that_auto_chose(tmp_path) -> None:
-    pretrain(prepare_job(tiny_run("gpt", tmp_path, model__attention="auto", trainer__max_steps=1)))
+    pretrain(resolve(tiny_run("gpt", tmp_path, model__attention="auto", trainer__max_steps=1)))
     record = read_record(tmp_path)
     assert record["config"]["model"]["attention"] == "sdpa"
     assert record["kernels"] == {
@@ -113,28 +114,28 @@ def test_a_run_records_the_attention_and_the_kernels_that_auto_chose(tmp_path) -
 
 def test_a_resumed_run_keeps_the_attention_of_its_checkpoint(tmp_path) -> None:
     settings = {"model__attention_dropout": 0.2, "resume": "auto"}
-    pretrain(prepare_job(tiny_run("gpt", tmp_path / "whole", model__attention="exact", **settings)))
+    pretrain(resolve(tiny_run("gpt", tmp_path / "whole", model__attention="exact", **settings)))
     for attention, stop in (("exact", 2), ("auto", None)):
         changes = {"model__attention": attention, "trainer__stop_after_steps": stop}
-        pretrain(prepare_job(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
+        pretrain(resolve(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
     assert read_record(tmp_path / "parts")["config"]["model"]["attention"] == "exact"
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path, monkeypatch) -> None:
     run = tiny_run("gpt", tmp_path, compile="auto", precision__dtype="fp32", resume="auto")
-    pretrain(prepare_job(run))
+    pretrain(resolve(run))
     assert read_record(tmp_path)["config"]["compile"] is False
     (tmp_path / "record.json").unlink()
-    monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", 0)  # as on fewer cores
-    job = prepare_job(run)
-    assert job.resume_from is not None and not job.kernels.compiles and job.run.compile is False
+    monkeypatch.setattr(resolving, "LEAST_SECONDS", 0)  # as on fewer cores
+    job = resolve(run)
+    assert job.checkpoint is not None and not job.kernels.compiles
     assert job.compile_choice == "compile=auto: eager, as in the checkpoint"
     new = tiny_run("gpt", tmp_path / "new", compile="auto", precision__dtype="fp32")
-    branch = {"path": job.resume_from, "weights_only": True}
+    branch = {"path": job.checkpoint, "weights_only": True}
     for other in (new, dataclasses.replace(new, resume=dataclasses.replace(new.resume, **branch))):
-        assert prepare_job(other).kernels.compiles
-    assert prepare_job(new).compile_choice == "compile=auto: compiled"
+        assert resolve(other).kernels.compiles
+    assert resolve(new).compile_choice == "compile=auto: compiled"
 
 
 @pytest.mark.parametrize(
@@ -144,12 +145,12 @@ def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path
 def test_the_decision_is_kept_on_the_same_kind_of_accelerator(tmp_path, monkeypatch, before, on_gpu, expected) -> None:
     run = tiny_run("gpt", tmp_path, compile="auto")
     written = {"compile": False, "trainer": {"accelerator": before}}
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(run=written))
-    assert kept_compile(run, on_gpu, "checkpoint") == expected
+    monkeypatch.setattr(resuming, "read_metadata", lambda path: SimpleNamespace(run=written))
+    assert keep_compile(run, on_gpu, kept_metadata("checkpoint", on_gpu)) == expected
 
 
 def test_a_checkpoint_has_the_accelerator_that_auto_chose(tmp_path) -> None:
-    pretrain(prepare_job(tiny_run("gpt", tmp_path, trainer__accelerator="auto", trainer__max_steps=1)))
+    pretrain(resolve(tiny_run("gpt", tmp_path, trainer__accelerator="auto", trainer__max_steps=1)))
     (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
     here = "gpu" if torch.cuda.is_available() else "cpu"
     assert read_metadata(checkpoint).run["trainer"]["accelerator"] == here
@@ -157,66 +158,64 @@ def test_a_checkpoint_has_the_accelerator_that_auto_chose(tmp_path) -> None:
 
 def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) -> None:
     run = tiny_run("gpt", Path("x"), compile="auto")
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: SimpleNamespace(run={"compile": True}))
+    kept = SimpleNamespace(run={"compile": True})
     for there in (True, False):
-        monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False, there=there: there)
-        assert kept_compile(run, False, "checkpoint") == (True if there else "auto")
-    assert kept_compile(run, True, "checkpoint") is True
-    assert kept_compile(dataclasses.replace(run, kernels="apex"), True, "checkpoint") == "auto"
-    assert kept_compile(dataclasses.replace(run, compile=False), True, "checkpoint") is False
+        monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False, there=there: there)
+        assert keep_compile(run, False, kept) == (True if there else "auto")
+    assert keep_compile(run, True, kept) is True
+    assert keep_compile(dataclasses.replace(run, kernels="apex"), True, kept) == "auto"
+    assert keep_compile(dataclasses.replace(run, compile=False), True, kept) is False
 
 
 def choose_by_rank(rank: int) -> None:
-    kernel_choice.fastest_backend = lambda *_: "efficient" if rank == 0 else "flash"
+    agreement.fastest_backend = lambda *_: "efficient" if rank == 0 else "flash"
 
 
 def test_rank_0_measures_and_all_ranks_take_its_choice(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(kernel_choice, "choose_attention", lambda *_: "auto")  # as on a GPU
+    monkeypatch.setattr(resolving, "resolve_attention", lambda *_: None)  # as on a GPU
     run = tiny_run("gpt", tmp_path, model__attention="auto", parallel__tp_size=2, trainer__max_steps=1)
     run_jobs([run], 2, fault=choose_by_rank)
     assert read_record(tmp_path)["config"]["model"]["attention"] == "efficient"
 
 
-def test_only_rank_0_measures_and_decides() -> None:
+def job_that_measures() -> SimpleNamespace:
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    job = dataclasses.make_dataclass("Job", ["run", "config", "kernels", "accelerator"])(run, run.model, PLAIN, "gpu")
+    model, layout = run.model.resolve(600), Layout()
+    return SimpleNamespace(run=run, model=model, kernels=PLAIN, layout=layout, measures_attention=True)
+
+
+def test_only_rank_0_measures_and_decides() -> None:
     theirs = Kernels(compiles=True), "efficient", Recompute.FULL
     strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: theirs)
-    settled = settle_kernels(job, Start(None, resumes=False, step=0), strategy)
-    assert (settled.config.attention, settled.run.model.attention) == ("efficient", "efficient")
-    assert settled.kernels.compiles and job.config.recompute != Recompute.FULL
-    assert settled.config.recompute == settled.run.model.recompute == Recompute.FULL
+    model, kernels = agree_on_kernels(job_that_measures(), None, strategy)
+    assert (model.attention, model.recompute, kernels.compiles) == ("efficient", Recompute.FULL, True)
 
 
 @pytest.mark.parametrize("before, attention", [("gpu", "efficient"), ("cpu", "flash")])
 def test_ranks_that_go_on_keep_the_attention_of_a_checkpoint_from_a_gpu(monkeypatch, before, attention) -> None:
-    run = tiny_run("gpt", Path("x"), model__attention="auto")
-    sizes = SimpleNamespace(tp_size=1)
-    fields = {"run": run, "config": run.model, "kernels": PLAIN, "accelerator": "gpu", "layout": sizes}
-    job = dataclasses.make_dataclass("Job", fields)(**fields)
     written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": "efficient"})
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: written)
-    monkeypatch.setattr(kernel_choice, "fastest_backend", lambda *_: "flash")
+    monkeypatch.setattr(resuming, "read_metadata", lambda path: written)
+    monkeypatch.setattr(agreement, "fastest_backend", lambda *_: "flash")
     strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda mine: mine, root_device=None)
-    assert settle_kernels(job, Start("checkpoint", resumes=True, step=3), strategy).config.attention == attention
+    assert agree_on_kernels(job_that_measures(), "checkpoint", strategy)[0].attention == attention
 
 
 def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:
     run = dataclasses.replace(tiny_run("gpt", Path("x"), model__attention="auto"), deterministic=True)
-    assert kernel_choice.resolve_attention(run, True, True, None).model.attention == "sdpa"
+    assert resolve_attention(run, True, True, None) == "sdpa"
 
 
 def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
     run = tiny_run("gpt", Path("x"), model__attention="flash")
     with pytest.raises(ValueError, match="`model.attention` must be sdpa, exact or auto on a CPU, but is flash"):
-        kernel_choice.resolve_attention(run, False, False, None)
-    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
+        resolve_attention(run, False, False, None)
+    monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False: False)
     with pytest.raises(ValueError, match="`compile` must be false or auto without a C[+][+] compiler"):
-        kernel_choice.resolve_attention(tiny_run("gpt", Path("x")), False, True, None)
+        resolve_attention(tiny_run("gpt", Path("x")), False, True, None)
     with pytest.raises(
         ValueError, match=r"`compile` must be false without a C compiler \(CC, gcc or clang\) and Python's"
     ):
-        kernel_choice.resolve_attention(tiny_run("gpt", Path("x")), True, True, None)
+        resolve_attention(tiny_run("gpt", Path("x")), True, True, None)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +223,8 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
     [
         ("gpu", True, "exact", "exact"),
         ("gpu", True, "efficient", "efficient"),
-        ("cpu", True, "exact", "auto"),  # measured there
-        ("cpu", True, "sdpa", "auto"),
+        ("cpu", True, "exact", None),  # measured there
+        ("cpu", True, "sdpa", None),
         ("gpu", False, "flash", "sdpa"),
         ("gpu", False, "exact", "sdpa"),
         ("cpu", False, "exact", "exact"),
@@ -237,9 +236,9 @@ def test_the_attention_is_kept_on_the_same_kind_of_accelerator(
     monkeypatch, before, on_gpu, attention, expected
 ) -> None:
     written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": attention})
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: written)
+    monkeypatch.setattr(resuming, "read_metadata", lambda path: written)
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    assert kernel_choice.resolve_attention(run, on_gpu, False, "checkpoint").model.attention == expected
+    assert resolve_attention(run, on_gpu, False, kept_metadata("checkpoint", on_gpu)) == expected
 
 
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:

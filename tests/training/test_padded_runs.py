@@ -10,12 +10,13 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
 from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.pretrain import RunConfig
 from lmscale.evaluation.loading import load_model
 from lmscale.parallel import ParallelContext
 from lmscale.training.output.announcement import describe_options
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 
 BOUND = 1e-12
 DROPPING = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
@@ -92,11 +93,11 @@ def test_a_run_resumes_with_and_without_padding(tmp_path: Path, dtype: str) -> N
     """One process, then padded at tp 3, then one process equal an uninterrupted run; in bf16 with masters."""
     family, changes, layout = CASES["gpt"]
     settings = changes | {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
-    assert pretrain(prepare_job(make_run(tmp_path / "whole", family, settings, (1, 1)))) == 0
+    assert pretrain(resolve(make_run(tmp_path / "whole", family, settings, (1, 1)))) == 0
     part = tmp_path / "part"
     run_jobs([make_run(part, family, settings, (1, 1), trainer__stop_after_steps=2)], 1)
     run_jobs([make_run(part, family, settings, layout, trainer__stop_after_steps=4)], 3)
-    assert pretrain(prepare_job(make_run(part, family, settings, (1, 1)))) == 0
+    assert pretrain(resolve(make_run(part, family, settings, (1, 1)))) == 0
     bound = BOUND if dtype == "fp64" else 2e-2
     for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
@@ -135,5 +136,5 @@ def test_a_run_without_the_key_is_refused_and_told_of_it(tmp_path: Path) -> None
 @pytest.mark.parametrize(("tp_size", "line"), [(3, "6 computed for 4"), (2, "without effect: tp_size divides them")])
 def test_the_first_lines_say_what_is_padded(tmp_path: Path, tp_size: int, line: str) -> None:
     run = make_run(tmp_path, "gpt", FOUR_HEADS, (1, 1))
-    layout = ParallelConfig(tp_size, pad_heads=True)
-    assert describe_options(run, run.model.with_vocab_size(100), layout) == f"options: padded heads ({line})\n"
+    layout = Layout(tp_size=tp_size, pad_heads=True)
+    assert describe_options(run, run.model.resolve(100), layout) == f"options: padded heads ({line})\n"

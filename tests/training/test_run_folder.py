@@ -12,9 +12,10 @@ from runs import tiny_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.training.output.announcement import describe_options, warn_of_costly_validation
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.runtime import run_lock
 from lmscale.training.runtime.exit_codes import INTERRUPTED
 from lmscale.training.runtime.interruption import Interruption
@@ -33,10 +34,10 @@ from lmscale.training.runtime.interruption import Interruption
 )
 def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[int, int], line: str, tmp_path) -> None:
     run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32", model__recompute="full")
-    layout = ParallelConfig(*sizes, sequence_parallel=True, zero1=True)
-    assert describe_options(run, run.model.with_vocab_size(100), layout) == line
+    layout = Layout(tp_size=sizes[0], dp_size=sizes[1], sequence_parallel=True, zero1=True)
+    assert describe_options(run, run.model.resolve(100), layout) == line
     plain = tiny_run("gpt", tmp_path)
-    assert describe_options(plain, plain.model.with_vocab_size(100), ParallelConfig(*sizes)) == ""
+    assert describe_options(plain, plain.model.resolve(100), Layout(tp_size=sizes[0], dp_size=sizes[1])) == ""
 
 
 def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> None:
@@ -62,15 +63,13 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> 
 )
 def test_the_first_lines_say_whether_halves_hide_anything(tp_size: int, compiles: bool, line: str, tmp_path) -> None:
     run = tiny_run("gpt", tmp_path)
-    layout = ParallelConfig(tp_size, batch_halves=True)
-    assert describe_options(run, run.model.with_vocab_size(100), layout, compiles) == line
+    layout = Layout(tp_size=tp_size, batch_halves=True)
+    assert describe_options(run, run.model.resolve(100), layout, compiles) == line
 
 
 @pytest.mark.parametrize("warmup_steps, announced", [(1, False), (2, True), (100, True)])
 def test_a_warm_up_as_long_as_the_run_is_announced(tmp_path, capfd, warmup_steps: int, announced: bool) -> None:
-    assert (
-        pretrain(prepare_job(tiny_run("gpt", tmp_path, trainer__max_steps=2, schedule__warmup_steps=warmup_steps))) == 0
-    )
+    assert pretrain(resolve(tiny_run("gpt", tmp_path, trainer__max_steps=2, schedule__warmup_steps=warmup_steps))) == 0
     note = f"note: schedule.warmup_steps ({warmup_steps}) is not below trainer.max_steps (2), so the learning rate"
     assert (note in capfd.readouterr().out) == announced
 
@@ -83,20 +82,20 @@ def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
 
     # The module; torch.distributed.rendezvous is a function.
     monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", refuse)
-    assert pretrain(prepare_job(tiny_run("gpt", tmp_path))) == 0
+    assert pretrain(resolve(tiny_run("gpt", tmp_path))) == 0
 
 
 def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -> None:
     """The record of its first part would say that it has ended, and the command that continues it was not printed."""
     run = tiny_run("gpt", tmp_path, trainer__max_steps=4, resume__path="auto")
     stopped = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, stop_after_steps=2))
-    assert pretrain(prepare_job(stopped)) == 0 and (tmp_path / "record.json").is_file()
+    assert pretrain(resolve(stopped)) == 0 and (tmp_path / "record.json").is_file()
     with monkeypatch.context() as patched:
         patched.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
-        assert pretrain(prepare_job(run)) == INTERRUPTED
+        assert pretrain(resolve(run)) == INTERRUPTED
     assert not (tmp_path / "record.json").exists()
     assert next_command.after_training({"run_dir": str(tmp_path)}).startswith("continue: ")
-    assert pretrain(prepare_job(run)) == 0
+    assert pretrain(resolve(run)) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["steps"] == [3, 4]
     saved = [read_metadata(path).state["train_time_s"] for path in list_checkpoints(tmp_path / "checkpoints")]

@@ -3,7 +3,7 @@
 import pytest
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
 
@@ -79,7 +79,7 @@ def test_a_micro_batch_without_equal_halves_is_refused(tmp_path) -> None:
 
 def test_halves_are_refused_for_an_evaluation(tmp_path) -> None:
     with pytest.raises(ValueError, match="`parallel.batch_halves` must be false for an evaluation, but is true"):
-        ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=ParallelConfig(2, batch_halves=True))
+        ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=Layout(tp_size=2, batch_halves=True))
 
 
 def test_an_odd_batch_is_computed_as_a_whole_and_an_even_one_in_halves() -> None:

@@ -18,8 +18,7 @@ from runs import _train_all, tiny_run
 
 from lmscale.planner.communication import step_collectives
 from lmscale.training import pretrain as entry
-from lmscale.training.job import PretrainJob
-from lmscale.training.pretrain import prepare_job
+from lmscale.training.resolve import ResolvedRun, resolve
 
 PAIRS = {  # of two ranks
     "tensor": {"tp_size": 2, "dp_size": 1},
@@ -46,11 +45,11 @@ NUMBER = 8  # bytes
 EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER), "data": ("all_reduce", NUMBER)}
 
 
-def planned(job: PretrainJob, dp_rank: int) -> Counter:
+def planned(job: ResolvedRun, dp_rank: int) -> Counter:
     """The planner's collectives of a step of a data rank, (kind, group, bytes)."""
     found, run = Counter(), job.run
     sizes = run.micro_batch_size, job.batch.num_micro_batches, run.data.seq_length
-    for c in step_collectives(job.config, job.layout, *sizes, "fp64", dp_rank=dp_rank):
+    for c in step_collectives(job.model, job.layout, *sizes, "fp64", dp_rank=dp_rank):
         found[c.kind, c.group, c.num_bytes] += c.count
     return found
 
@@ -86,18 +85,18 @@ class _Planted(L.Callback):
         torch.distributed.broadcast(torch.zeros(1), src=0)
 
 
-def _audit(rank: int, jobs: list[PretrainJob], planted: int | None) -> list[dict[str, Counter]]:
+def _audit(rank: int, jobs: list[ResolvedRun], planted: int | None) -> list[dict[str, Counter]]:
     """Per job, the collectives (kind, group, bytes) of each phase of the fit; job number `planted` has one too many."""
     found: list[dict[str, Counter]] = []
     add_callbacks, train = entry.add_callbacks, entry.pretrain
     recorder = CollectiveRecorder()
 
-    def add(job: PretrainJob, running: Any) -> Any:
-        report = add_callbacks(job, running)
-        running.trainer.callbacks += [*([_Planted()] if len(found) == planted else []), _Phases(recorder)]
+    def add(job: ResolvedRun, agreed: Any, session: Any) -> Any:
+        report = add_callbacks(job, agreed, session)
+        session.trainer.callbacks += [*([_Planted()] if len(found) == planted else []), _Phases(recorder)]
         return report
 
-    def audited(job: PretrainJob) -> int:
+    def audited(job: ResolvedRun) -> int:
         recorder.collectives.clear()
         recorder.phase = "start"
         with recorder:
@@ -114,14 +113,14 @@ def _audit(rank: int, jobs: list[PretrainJob], planted: int | None) -> list[dict
     return found
 
 
-def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[PretrainJob, list[dict]]]:
+def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[ResolvedRun, list[dict]]]:
     """By layout: the job, and for each data rank the collectives of each phase, which all its tensor ranks issued."""
     jobs = []
     for name, layout in layouts.items():
         changes = {"max_steps": 5, "validate_every_steps": 3}
         changes = {f"trainer__{key}": value for key, value in changes.items()}
         changes |= {"data__seq_length": 32} | {f"parallel__{key}": value for key, value in layout.items()}
-        jobs.append(prepare_job(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
+        jobs.append(resolve(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
     planted = [*layouts].index("planted") if "planted" in layouts else None
     by_rank = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, jobs, planted)]
     answers = {}
@@ -137,12 +136,12 @@ def _steps(phases: dict[str, Counter]) -> dict[str, Counter]:
     return {name: counts for name, counts in phases.items() if name.startswith("step")}
 
 
-def name_of_world(job: PretrainJob) -> str:
+def name_of_world(job: ResolvedRun) -> str:
     """torch gives a mesh's group of all ranks the world's own group: both have one name here."""
     return "tensor" if job.layout.dp_size == 1 else "data" if job.layout.tp_size == 1 else "world"
 
 
-def expected(job: PretrainJob, dp_rank: int) -> Counter:
+def expected(job: ResolvedRun, dp_rank: int) -> Counter:
     """The planner's collectives of a data rank and those of EVERY_STEP."""
     found = planned(job, dp_rank)
     for group, (kind, num_bytes) in EVERY_STEP.items():
@@ -151,7 +150,7 @@ def expected(job: PretrainJob, dp_rank: int) -> Counter:
     return found
 
 
-def check(job: PretrainJob, data_ranks: list[dict[str, Counter]]) -> None:
+def check(job: ResolvedRun, data_ranks: list[dict[str, Counter]]) -> None:
     """On every data rank a step has what is expected; a row of metrics.csv adds one over the data group.
 
     DDP rebuilds its buckets in step 2, which is left out.
@@ -164,7 +163,7 @@ def check(job: PretrainJob, data_ranks: list[dict[str, Counter]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> dict[str, tuple[PretrainJob, list[dict]]]:
+def pairs(tmp_path_factory) -> dict[str, tuple[ResolvedRun, list[dict]]]:
     """The layouts of two ranks, audited in one start of two processes."""
     return audit(tmp_path_factory.mktemp("pairs"), PAIRS, 2)
 

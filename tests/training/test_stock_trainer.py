@@ -48,7 +48,7 @@ def parts(architecture: str = "gpt", **changes) -> tuple[L.LightningModule, Text
 def trainer(folder: Path, **options) -> L.Trainer:
     """One process, three steps of two micro-batches, one row of metrics per step."""
     options = {"max_steps": 3, "accumulate_grad_batches": 2, "precision": "64-true", "callbacks": []} | options
-    strategy = TensorParallelStrategy(options.pop("tp_size", 1))
+    strategy = TensorParallelStrategy(tp_size=options.pop("tp_size", 1))
     return L.Trainer(
         strategy=strategy,
         accelerator="cpu",

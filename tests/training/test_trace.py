@@ -11,12 +11,12 @@ from collective_trace import CollectiveRecorder, trace_step
 from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
 
-from lmscale.config import ParallelConfig, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.planner.flops import hardware_flops_per_step, scored_tokens
 
 # Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences per rank.
 B, S, L, H, V = 8, 1024, 72, 3072, 51200
-LAYOUT = ParallelConfig(tp_size=8, dp_size=64)
+LAYOUT = Layout(tp_size=8, dp_size=64)
 # Formula of Narayanan et al. 2021, equation 3: forward, backward and one more forward of the layers.
 WITH_RECOMPUTATION = 96 * B * S * L * H**2 * (1 + Fraction(S, 6 * H) + Fraction(V, 16 * L * H))
 WITHOUT_RECOMPUTATION = 72 * B * S * L * H**2 * (1 + Fraction(S, 6 * H) + Fraction(V, 12 * L * H))
@@ -95,7 +95,7 @@ def test_berts_count_includes_its_heads() -> None:
         norm_order="post",
         recompute="full",
     )
-    report = trace_step(config, ParallelConfig(tp_size=p, dp_size=32), b, s)
+    report = trace_step(config, Layout(tp_size=p, dp_size=32), b, s)
     m = 77 * b  # 15 % of 512
     cut = 96 * b * s * layers * h**2 * (1 + Fraction(s, 6 * h)) + 6 * m * h * v
     masked_lm_dense, pooler, order = 6 * m * h**2, 6 * b * h**2, 6 * b * h * 2  # replicated on every rank
@@ -137,7 +137,7 @@ def scored_as_counted(batch: dict, config: TransformerConfig) -> dict:
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_fake_world_issues_the_collectives_of_two_real_processes(sequence_parallel: bool) -> None:
-    layout = ParallelConfig(tp_size=2, sequence_parallel=sequence_parallel)
+    layout = Layout(tp_size=2, sequence_parallel=sequence_parallel)
     traced = [trace_step(small_config(**c), layout, 5, 12, torch.float64).collectives for c in CASES]
     assert run_ranks(_record_real, 2, sequence_parallel) == [traced, traced]
 
@@ -145,13 +145,13 @@ def test_the_fake_world_issues_the_collectives_of_two_real_processes(sequence_pa
 def test_an_indivisible_size_is_refused_and_leaves_no_process_group() -> None:
     config = small_config("gpt")
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 4"):
-        trace_step(config, ParallelConfig(tp_size=8), 5, 13)
+        trace_step(config, Layout(tp_size=8), 5, 13)
     with pytest.raises(ValueError, match=r"`max_position_embeddings` \(13\) tokens long, but is 14"):
-        trace_step(config, ParallelConfig(tp_size=2), 5, 14)
+        trace_step(config, Layout(tp_size=2), 5, 14)
     with pytest.raises(ValueError, match="`micro_batch_size` must be at least 1, but is 0"):
-        trace_step(config, ParallelConfig(tp_size=2), 0, 13)
+        trace_step(config, Layout(tp_size=2), 0, 13)
     assert not dist.is_initialized()
-    assert trace_step(config, ParallelConfig(tp_size=2), 5, 13).num_collectives == 4 * 2 + 2 + 3
+    assert trace_step(config, Layout(tp_size=2), 5, 13).num_collectives == 4 * 2 + 2 + 3
     assert not dist.is_initialized()
 
 
@@ -159,7 +159,7 @@ def test_a_process_with_an_existing_group_is_refused(tmp_path) -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
     try:
         with pytest.raises(RuntimeError, match="a process group"):
-            trace_step(small_config("gpt"), ParallelConfig(), 5, 13)
+            trace_step(small_config("gpt"), Layout(), 5, 13)
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()

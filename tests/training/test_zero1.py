@@ -12,7 +12,7 @@ from sharding import small_config
 from torch import nn
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.config import ParallelConfig
+from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -20,7 +20,8 @@ from lmscale.parallel.shard_spec import ShardSpec
 from lmscale.partition import assign_owners, part_sizes
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.memory import estimate_memory
-from lmscale.training.pretrain import prepare_job, pretrain
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -65,7 +66,7 @@ def test_zero1_does_not_change_the_run(tmp_path, architecture, dtype) -> None:
 def test_a_run_resumes_with_and_without_zero1_at_other_layouts(tmp_path, dtype) -> None:
     """dp 2 with ZeRO, then tp 2 x dp 2 with ZeRO, then one process equal an uninterrupted run."""
     settings = {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
-    assert pretrain(prepare_job(tiny_run("bert", tmp_path / "whole", **settings))) == 0
+    assert pretrain(resolve(tiny_run("bert", tmp_path / "whole", **settings))) == 0
     part = tmp_path / "part"
     layouts = [{"parallel__dp_size": 2}, {"parallel__dp_size": 2, "parallel__tp_size": 2}]
     for stop, layout in zip((2, 4), layouts, strict=True):
@@ -74,7 +75,7 @@ def test_a_run_resumes_with_and_without_zero1_at_other_layouts(tmp_path, dtype) 
     pieces = read_metadata(list_checkpoints(part / "checkpoints")[-1]).tensors
     assert {len(entry.pieces) for entry in pieces.values()} == {1, 2}  # pieces of tensor ranks only
     assert len(read_metadata(list_checkpoints(part / "checkpoints")[-1]).files) == 4  # every rank wrote a file
-    assert pretrain(prepare_job(tiny_run("bert", part, **settings))) == 0
+    assert pretrain(resolve(tiny_run("bert", part, **settings))) == 0
     bound = 1e-12 if dtype == "fp64" else 2e-2
     for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
@@ -83,7 +84,7 @@ def test_a_run_resumes_with_and_without_zero1_at_other_layouts(tmp_path, dtype) 
 def test_zero1_works_with_sequence_parallelism_and_bf16_moments(tmp_path) -> None:
     """With sequence parallelism only the owner sums the partial gradients."""
     settings = {"data__seq_length": 32, "micro_batch_size": 2}
-    assert pretrain(prepare_job(tiny_run("bert", tmp_path / "one", **settings))) == 0
+    assert pretrain(resolve(tiny_run("bert", tmp_path / "one", **settings))) == 0
     both = {"parallel__tp_size": 2, "parallel__dp_size": 2, "parallel__sequence_parallel": True}
     half = {"precision__dtype": "bf16", "optimizer__moments": "bf16", "trainer__check_replicas_every_steps": 1}
     run_jobs(
@@ -140,11 +141,11 @@ def _sent(rank: int) -> Counter:
 
 def test_an_update_issues_the_collectives_of_the_formula() -> None:
     (found, *_) = run_ranks(_sent, 3)
-    layout = ParallelConfig(dp_size=3, zero1=True)
+    layout = Layout(dp_size=3, zero1=True)
     formula = step_collectives(small_config("gpt"), layout, 1, 1, 13, "bf16")
     expected = {(c.kind, c.num_bytes): c.count for c in formula if c.kind in ("reduce", "broadcast")}
     assert dict(found) == expected != {}
-    plain = step_collectives(small_config("gpt"), ParallelConfig(dp_size=3), 1, 1, 13, "bf16")
+    plain = step_collectives(small_config("gpt"), Layout(dp_size=3), 1, 1, 13, "bf16")
     assert sum(c.total_bytes for c in formula if c.kind == "reduce") == sum(
         c.total_bytes for c in plain if c.phase == "gradients"
     )

@@ -59,9 +59,9 @@ class Ours(Contender):
 def resolve_attention(bench: BenchConfig, device: torch.device, dtype: str) -> TransformerConfig:
     """The model with `model.attention=auto` resolved as `train.py` does."""
     config = bench.transformer_config()
-    if config.attention != "auto":
+    if bench.model.get("attention") != "auto":
         return config
-    attention = choose_attention(device.type == "cuda", bench.compiles, config.attention_dropout)
-    if attention == "auto":
-        attention = fastest_backend(config, 1, bench.micro_batch_size, bench.length, DTYPES[dtype], device)
-    return config.with_attention(attention)
+    if device.type == "cuda":
+        sizes = 1, bench.micro_batch_size, bench.length
+        return bench.transformer_config(fastest_backend(config, *sizes, DTYPES[dtype], device))
+    return bench.transformer_config(choose_attention(bench.compiles, config.attention_dropout))

@@ -88,7 +88,7 @@ def hugging_face_model(bench: BenchConfig) -> nn.Module:
     """transformers' model with our initial weights, in fp32."""
     import transformers
 
-    config = bench.transformer_config().with_attention("sdpa")  # weights are the same with any
+    config = bench.transformer_config()  # weights are the same with any
     ours = dict(build_model(config, ParallelContext(), seed=bench.seed).named_parameters())
     model = getattr(transformers, model_of(config).model_class)(config_to_hf(config, "float32", {}))
     weights = {row.theirs: row.to_theirs(ours[row.ours].detach(), config) for row in model_of(config).rows(config)}

@@ -116,9 +116,9 @@ def _fields(cls: type) -> list[tuple[dataclasses.Field, typing.Any]]:
 
 
 def _documented_fields(cls: type) -> dict[str, str]:
-    """The lines of `Args:` in the docstring of a class (Google form), by field."""
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(cls), re.S | re.M)
-    entries = re.split(r"\n(?=\S)", textwrap.dedent(section[1]).strip()) if section else []
+    """The lines of `Args:` in the docstrings of a class and its bases (Google form), by field."""
+    sections = (re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(c), re.S | re.M) for c in cls.__mro__[:-1])
+    entries = [e for found in sections if found for e in re.split(r"\n(?=\S)", textwrap.dedent(found[1]).strip())]
     found = dict(entry.split(":", 1) for entry in entries)
     return {name.split()[0]: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found.items()}
 

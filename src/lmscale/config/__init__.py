@@ -1,6 +1,6 @@
 """Every dataclass of every entry point, typed from YAML to use; imports no torch."""
 
-from .layout import BatchConfig, ParallelConfig
+from .layout import BatchConfig, Layout
 from .model import Recompute, TransformerConfig
 
-__all__ = ["BatchConfig", "ParallelConfig", "Recompute", "TransformerConfig"]
+__all__ = ["BatchConfig", "Layout", "Recompute", "TransformerConfig"]

@@ -17,7 +17,7 @@ from .checks import (
     require_seed,
 )
 from .from_dict import build, to_plain
-from .pretrain import ParallelRequest
+from .pretrain import ParallelConfig
 from .training import (
     FORMULAS,
     OptimizerConfig,
@@ -236,7 +236,7 @@ class FinetuneConfig:
     task: TaskConfig
     size: str
     tokenizer: TokenizerPath
-    parallel: ParallelRequest
+    parallel: ParallelConfig
     trainer: FinetuneTrainer
     optimizer: OptimizerConfig
     precision: PrecisionConfig

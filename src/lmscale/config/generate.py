@@ -49,7 +49,7 @@ class GenerateParallel:
 
     Args:
         tp_size: tensor-parallel ranks.
-        pad_heads: see `ParallelConfig`.
+        pad_heads: see `Layout`.
     """
 
     tp_size: int = 1

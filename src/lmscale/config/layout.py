@@ -1,41 +1,81 @@
 """How a run is divided over ranks: the grid, and the sequences of a step."""
 
-from dataclasses import dataclass
+import dataclasses
+import math
+from dataclasses import dataclass, field, fields
 
 from .checks import require_positive
 
 A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """The grid of ranks: `tp_size` neighbours share one model, `dp_size` such groups share the batch (Figure 8).
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions:
+    """What the ranks of a grid share besides their axes.
 
     Args:
-        tp_size: tensor-parallel ranks.
-        dp_size: data-parallel ranks.
         sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own tokens
             (Korthikanti et al. 2022); no effect with one tensor rank.
         zero1: each data rank keeps the optimizer state of only the parameters it owns (ZeRO stage 1, Rajbhandari et
             al. 2020); no effect with one data rank.
-        batch_halves: compiled layers compute one half of a micro-batch while the other half's messages travel (Wang et
-            al. 2024); no effect with one tensor rank.
+        batch_halves: compiled layers compute one half of a micro-batch, which must be even, while the other half's
+            messages travel (Wang et al. 2024); no effect with one tensor rank.
         pad_heads: a `tp_size` that does not divide the attention heads is allowed. The last ranks then compute dummy
             heads of zeros, which change no result and are in no checkpoint; no effect where it divides them.
-
-    Raises:
-        ValueError: a size below 1.
     """
 
-    tp_size: int = 1
-    dp_size: int = 1
     sequence_parallel: bool = False
     zero1: bool = False
     batch_halves: bool = False
     pad_heads: bool = False
 
+
+def _axis(name: str) -> int:
+    """A field with the size of an axis of the grid."""
+    return field(default=1, metadata={"axis": name})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(LayoutOptions):
+    """The grid of ranks: `tp_size` neighbours share one model, `dp_size` such groups share the batch (Figure 8).
+
+    A new axis is a field here, and its groups in `TensorParallelStrategy`.
+
+    Args:
+        dp_size: data-parallel ranks.
+        tp_size: tensor-parallel ranks.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    # The outermost axis first: ranks of the last one are neighbours.
+    dp_size: int = _axis("data")
+    tp_size: int = _axis("tensor")
+
     def __post_init__(self) -> None:
-        require_positive(self, "tp_size", "dp_size")
+        require_positive(self, *(each.name for each in fields(self) if each.metadata))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The size of each axis by its name, the outermost first."""
+        return {each.metadata["axis"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.axes.values())
+
+    def over(self, world_size: int) -> "Layout":
+        """This layout with as many data ranks as `world_size` ranks have.
+
+        Raises:
+            ValueError: the other axes do not divide `world_size`.
+        """
+        others = self.world_size // self.dp_size
+        if world_size % others:
+            raise ValueError(f"`tp_size` must divide the {world_size} ranks, but is {self.tp_size}")
+        return dataclasses.replace(self, dp_size=world_size // others)
 
     @property
     def cuts_sequence(self) -> bool:
@@ -66,15 +106,10 @@ class ParallelConfig:
         if self.cuts_batch and micro_batch_size % 2:
             raise ValueError(f"`micro_batch_size` must be even with `batch_halves`, but is {micro_batch_size}")
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks, tp_size x dp_size."""
-        return self.tp_size * self.dp_size
 
-
-@dataclass(frozen=True)
-class ParallelRequest:
-    """`parallel=`: the requested grid of ranks; `resolve` gives the `ParallelConfig` of the run.
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(LayoutOptions):
+    """`parallel=`: the requested grid of ranks.
 
     Args:
         tp_size: ranks that share one model, or `auto`: the smallest power of two that fits the device and divides the
@@ -83,10 +118,6 @@ class ParallelRequest:
             the GPUs and (in pretraining) the batch allow, on a CPU 1.
         timeout_minutes: minutes without progress after which a rank reports where it waits and ends the job; from one
             second to one week.
-        sequence_parallel: see `ParallelConfig`.
-        zero1: see `ParallelConfig`.
-        batch_halves: see `ParallelConfig`; needs an even `micro_batch_size`.
-        pad_heads: see `ParallelConfig`.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
         record: what `src/plan.py measure=N` has written: the run takes its fastest layout; both sizes are then `auto`.
     """
@@ -94,10 +125,6 @@ class ParallelRequest:
     tp_size: int | str = 1
     dp_size: int | str = "auto"
     timeout_minutes: float = 30.0
-    sequence_parallel: bool = False
-    zero1: bool = False
-    batch_halves: bool = False
-    pad_heads: bool = False
     shared_memory: bool = True
     record: str | None = None
 
@@ -126,9 +153,9 @@ class ParallelRequest:
         if self.record is not None:
             raise ValueError(f"`parallel.record` must be null outside src/train.py, but is {self.record}")
 
-    def resolve(self, tp_size: int, dp_size: int) -> ParallelConfig:
+    def layout(self, **sizes: int) -> Layout:
         """The grid of these sizes, with the requested options."""
-        return ParallelConfig(tp_size, dp_size, self.sequence_parallel, self.zero1, self.batch_halves, self.pad_heads)
+        return Layout(**sizes, **{each.name: getattr(self, each.name) for each in fields(LayoutOptions)})
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def _placements() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """Architecture of one model, independent of how it is cut over devices.
+class ModelConfig:
+    """`model=`: the architecture as requested, independent of how it is cut over devices; `resolve` completes it.
 
     Args:
         family: a folder of `lmscale.models`, `gpt` (causal) or `bert` (bidirectional, with pooler, masked-LM and
@@ -135,30 +135,15 @@ class TransformerConfig:
             require_fraction(self, "embedding_dropout")
         require_above_zero(self, "initializer_std", *([] if self.layer_norm_eps is None else ["layer_norm_eps"]))
 
-    def with_vocab_size(self, vocab_size: int) -> "TransformerConfig":
-        """The same model with the tokenizer's number of ids, unless it has a vocabulary of its own."""
-        return self if self.vocab_size is not None else dataclasses.replace(self, vocab_size=vocab_size)
-
-    def with_recompute(self, mode: Recompute) -> "TransformerConfig":
-        """The same model with `auto` resolved to `mode`; unchanged if a mode is set."""
-        return self if self.recompute != "auto" else dataclasses.replace(self, recompute=mode)
-
-    def with_attention(self, kind: str) -> "TransformerConfig":
-        """The same model with `auto` resolved to `kind`; unchanged if a kind is set."""
-        return self if self.attention != "auto" else dataclasses.replace(self, attention=kind)
-
-    def require_resolved(self) -> None:
-        """Refuse a config with unresolved values, before a model is built.
-
-        Raises:
-            ValueError: `vocab_size` is None, or `recompute` or `attention` is `auto`.
-        """
-        if self.vocab_size is None:
-            raise ValueError("`vocab_size` must be known before a model is built, but is null")
-        if self.recompute == "auto":
-            raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
-        if self.attention == "auto":
-            raise ValueError("`attention` must be sdpa, exact or a backend before a model is built, but is auto")
+    def resolve(
+        self, vocab_size: int, attention: str = "sdpa", recompute: Recompute = Recompute.NONE
+    ) -> "TransformerConfig":
+        """This model with the given values where it leaves the choice: a null vocabulary size, an `auto`."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values["vocab_size"] = self.vocab_size or vocab_size
+        for name, value in (("attention", attention), ("recompute", recompute)):
+            values[name] = value if values[name] == "auto" else values[name]
+        return TransformerConfig(**values)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -212,7 +197,7 @@ class TransformerConfig:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
         Args:
-            pad_heads: see `ParallelConfig`; then any `tp_size` divides the `padded_heads`.
+            pad_heads: see `Layout`; then any `tp_size` divides the `padded_heads`.
 
         Raises:
             ValueError: names the first of heads, MLP width and (if known) vocabulary rows that `tp_size` does not
@@ -259,6 +244,33 @@ class TransformerConfig:
         """Plain values without the name, ready for JSON (`to_file`); `from_dict` gives an equal config back."""
         values = to_file(dataclasses.asdict(self)).items()
         return {k: v.value if isinstance(v, Enum) else v for k, v in values if k != "name"}
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ModelConfig):
+    """The architecture of one model, with every choice made: what a model is built from and a checkpoint keeps.
+
+    Args:
+        vocab_size: number of token ids of the model's input and output.
+        attention: as in `ModelConfig`, but not `auto`.
+        recompute: activation checkpointing.
+
+    Raises:
+        ValueError: an invalid value, a vocabulary size that is not known, or an `auto`.
+    """
+
+    vocab_size: int
+    attention: str = "sdpa"
+    recompute: Recompute = Recompute.NONE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.vocab_size is None:
+            raise ValueError("`vocab_size` must be known before a model is built, but is null")
+        if self.recompute == "auto":
+            raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
+        if self.attention == "auto":
+            raise ValueError("`attention` must be sdpa, exact or a backend before a model is built, but is auto")
 
     @classmethod
     def from_dict(cls, values: dict) -> "TransformerConfig":

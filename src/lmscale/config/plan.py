@@ -7,8 +7,8 @@ from pathlib import Path
 from .checks import require_not_negative, require_path, require_positive
 from .cluster import Cluster, read_cluster
 from .from_dict import build
-from .layout import ParallelRequest
-from .model import TransformerConfig
+from .layout import ParallelConfig
+from .model import ModelConfig
 from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
 
 # Keys of a recipe or a fidelity that cost nothing, accepted so that a command line of train.py can be planned.
@@ -56,8 +56,8 @@ class PlanConfig:
     """
 
     name: str
-    model: TransformerConfig
-    parallel: ParallelRequest
+    model: ModelConfig
+    parallel: ParallelConfig
     cluster: Cluster
     precision: PrecisionConfig
     data: PlanData

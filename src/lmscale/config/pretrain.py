@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from .checks import require_not_negative, require_one_of, require_positive, require_seed
 from .data import DataConfig, TokenizerConfig
 from .from_dict import build, keys_of, to_plain
-from .layout import BatchConfig, ParallelRequest
-from .model import FLOAT8_MULTIPLE, TransformerConfig, from_file, to_file
+from .layout import BatchConfig, Layout, ParallelConfig
+from .model import FLOAT8_MULTIPLE, ModelConfig, from_file, to_file
 from .training import (
     CheckpointConfig,
     OptimizerConfig,
@@ -87,10 +87,10 @@ class RunConfig:
 
     name: str
     run_dir: str
-    model: TransformerConfig
+    model: ModelConfig
     data: DataConfig
     tokenizer: TokenizerConfig
-    parallel: ParallelRequest
+    parallel: ParallelConfig
     trainer: TrainerConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
@@ -138,21 +138,22 @@ class RunConfig:
             raise ValueError(
                 f"`data.seq_length` must be at most `model.max_position_embeddings` ({positions}), but is {seq_length}"
             )
-        tp_size, dp_size = (1 if size == "auto" else size for size in (self.parallel.tp_size, self.parallel.dp_size))
-        self.check_layout(tp_size, dp_size)
+        sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "dp_size")}
+        with keys_of(ParallelConfig, "parallel."):
+            layout = self.parallel.layout(**{name: 1 if size == "auto" else size for name, size in sizes.items()})
+        self.check_layout(layout)
 
-    def check_layout(self, tp_size: int, dp_size: int, tokenizer_vocab_size: int | None = None) -> BatchConfig:
-        """Check that this layout divides model and batch; returns how it divides the batch.
+    def check_layout(self, layout: Layout, model: ModelConfig | None = None) -> BatchConfig:
+        """Check that a layout divides model and batch; returns how it divides the batch.
 
         Args:
-            tokenizer_vocab_size: if known; a vocabulary of the tokenizer's size is not checked before.
+            model: with the tokenizer's vocabulary, once that is known.
 
         Raises:
             ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
         """
-        config = self.model if tokenizer_vocab_size is None else self.model.with_vocab_size(tokenizer_vocab_size)
-        with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
-            layout = self.parallel.resolve(tp_size, dp_size)
+        config, tp_size = model or self.model, layout.tp_size
+        with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
             config.check_tensor_parallel(tp_size, layout.pad_heads)
             layout.check_micro_batch(self.micro_batch_size)
             if self.precision.dtype == "fp8":
@@ -164,12 +165,12 @@ class RunConfig:
                         f"precision=fp8{' and `batch_halves`' if layout.cuts_batch else ''}, "
                         f"but is {self.micro_batch_size} x {self.data.seq_length}"
                     )
-            if self.parallel.sequence_parallel and self.data.seq_length % tp_size:
+            if layout.sequence_parallel and self.data.seq_length % tp_size:
                 raise ValueError(
                     f"`data.seq_length` must be a multiple of `tp_size` ({tp_size}) with `sequence_parallel`, "
                     f"but is {self.data.seq_length}"
                 )
-            return BatchConfig(self.micro_batch_size, self.global_batch_size, dp_size)
+            return BatchConfig(self.micro_batch_size, self.global_batch_size, layout.dp_size)
 
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":

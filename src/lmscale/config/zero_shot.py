@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from .checks import ACCELERATORS, require_one_of, require_path, require_positive
 from .from_dict import build, to_plain
 from .generate import GenerateTokenizer
-from .layout import ParallelConfig
+from .layout import Layout
 from .training import PrecisionConfig
 
 LAMBADA_FORMS = ("openai", "original")
@@ -90,7 +90,7 @@ class ZeroShotConfig:
     micro_batch_tokens: int = 8192
     precision: PrecisionConfig = PrecisionConfig("fp32")
     accelerator: str = "auto"
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Layout = Layout()
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
 
     Args:
         device_type: `cuda` uses the GPU of the local rank and nccl, `cpu` uses gloo.
-        pad_heads: see `ParallelConfig`.
+        pad_heads: see `Layout`.
 
     Raises:
         ValueError: the number of ranks that were started is not tp_size x dp_size, or a rank does not see the GPUs of

@@ -8,17 +8,17 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import CheckpointError
-from ..config import ParallelConfig
+from ..config import Layout
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
 from ..parallel import ParallelContext
 from ..training.output.metrics_file import MetricsFile
+from ..training.resolve import resolve_accelerator
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.gpu_settings import set_allocator
-from ..training.runtime.launch import resolve_accelerator
-from ..training.runtime.run import Run, new_trainer, run_on_this_rank
 from ..training.runtime.run_lock import check_not_in_use
+from ..training.runtime.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
 from .initial_checkpoint import check_initial_checkpoint
@@ -50,7 +50,15 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     cache = cache_folder(run.cache_dir, "cache_dir") / "finetune"
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
-    job = FinetuneJob(run=run, layout=layout, accelerator=accelerator, start=start, train=train, sets=sets)
+    job = FinetuneJob(
+        run=run,
+        layout=layout,
+        accelerator=accelerator,
+        num_threads=run.trainer.num_threads,
+        start=start,
+        train=train,
+        sets=sets,
+    )
     must_have = {f"task.validation.{name}": load_features(sets[name]) for name in task.chosen_on()}
     must_have |= {"task.train": load_features(train)} if train is not None else {}
     for key, features in must_have.items():
@@ -66,7 +74,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     return job
 
 
-def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
+def _layout(run: FinetuneConfig, accelerator: str) -> Layout:
     """The grid of ranks; `dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
     tp_size, dp_size, world = run.parallel.tp_size, run.parallel.dp_size, world_from_outside()
     if tp_size == "auto":
@@ -75,7 +83,7 @@ def _layout(run: FinetuneConfig, accelerator: str) -> ParallelConfig:
     if dp_size == "auto":
         size = world.size if world is not None else devices or tp_size
         dp_size = max(1, size // tp_size)
-    layout = ParallelConfig(tp_size, dp_size, zero1=run.parallel.zero1, pad_heads=run.parallel.pad_heads)
+    layout = Layout(tp_size=tp_size, dp_size=dp_size, zero1=run.parallel.zero1, pad_heads=run.parallel.pad_heads)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
             f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
@@ -102,37 +110,37 @@ def finetune(job: FinetuneJob) -> int:
     return run_on_this_rank(job, trainer, partial(train, job, features, steps_per_epoch), stops_on_signal=False)
 
 
-def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, running: Run) -> int:
+def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, session: RankSession) -> int:
     """Finetune and score in a locked run folder, with the process group started; returns the exit code.
 
     Raises:
         CheckpointError: the run folder cannot be used or is not shared, or, after the record has been written, the
             checkpoint could not be; the same on all ranks.
     """
-    trainer, strategy, folder = running.trainer, running.strategy, running.folder
-    problem = strategy.first_error(prepare_folder(job, folder) if running.is_first else None)
+    trainer, strategy, folder = session.trainer, session.strategy, session.folder
+    problem = strategy.first_error(prepare_folder(job, folder) if session.is_first else None)
     if problem is not None:
         raise CheckpointError(problem)
     if job.run.trainer.save:
         strategy.check_shared(folder / "checkpoints")
-    model = build_module(job, steps_per_epoch, running)
+    model = build_module(job, steps_per_epoch, session)
     training, scoring = build_data(job, features, model.sets, strategy.parallel)
-    if running.is_first:
+    if session.is_first:
         announce(job, model, features, strategy.parallel)
     if training is not None:
         metrics = MetricsFile(folder / "metrics.csv", validation=())  # scores are in scores.jsonl
         metrics.resume_at(0)
         trainer.loggers = [metrics]
         trainer.fit(model, training, scoring)
-    if running.ending.exit_code == DONE and model.scored_at != model.completed_steps:
+    if session.ending.exit_code == DONE and model.scored_at != model.completed_steps:
         trainer.validate(model, scoring, verbose=False)
-    if running.ending.exit_code != DONE:
-        if running.is_first:
+    if session.ending.exit_code != DONE:
+        if session.is_first:
             report_divergence(job, model.completed_steps)
-        return running.ending.exit_code
-    if running.is_first:
+        return session.ending.exit_code
+    if session.is_first:
         write_outputs(folder / "predictions", job.run.task, model.sets, model.predictions, model.logits)
-        write_run_record(job, model, features, running.num_threads)
+        write_run_record(job, model, features, session.num_threads)
     if model.save_problem is not None:
         raise CheckpointError(model.save_problem)
     return DONE
@@ -146,7 +154,7 @@ def build_trainer(job: FinetuneJob, steps_per_epoch: int) -> L.Trainer:
     return new_trainer(job, max_steps=num_steps, val_check_interval=steps_per_epoch if scores else num_steps + 1)
 
 
-def build_module(job: FinetuneJob, steps_per_epoch: int, running: Run) -> FinetuneModule:
+def build_module(job: FinetuneJob, steps_per_epoch: int, session: RankSession) -> FinetuneModule:
     """The Lightning module; it builds its shard of the model in `configure_model`."""
     return FinetuneModule(
         job.run,
@@ -154,9 +162,9 @@ def build_module(job: FinetuneJob, steps_per_epoch: int, running: Run) -> Finetu
         job.scored_features(),
         steps_per_epoch * job.run.trainer.num_epochs,
         steps_per_epoch,
-        running.folder,
-        running.watchdog,
-        running.ending,
+        session.folder,
+        session.watchdog,
+        session.ending,
     )
 
 

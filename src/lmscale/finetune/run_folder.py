@@ -10,6 +10,7 @@ from ..parallel import ParallelContext
 from ..results import new_record, write_record
 from ..training.output.announcement import describe_channel
 from ..training.output.diagnosis import count_updates
+from ..training.runtime.gpu_settings import device_name, gpu_settings
 from .features import Features
 from .module import FinetuneModule
 from .preparing import FinetuneJob
@@ -95,8 +96,8 @@ def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Feature
         | {"digest": run.digest(), "model": job.start.config.to_dict(), "sets": sets, "paper_size": paper_size},
         seed=run.seed,
         metrics=metrics,
-        device=job.device_name(),
-        settings=job.settings(),
+        device=device_name(job.on_gpu),
+        settings=gpu_settings(job.on_gpu),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=[0, module.completed_steps],
         started=time.time() - watch.wall_s,

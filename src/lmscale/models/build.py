@@ -44,7 +44,7 @@ def build_model(
         the model of `config.family`, in training mode.
 
     Raises:
-        ValueError: `context.tp_size` does not divide the model; the config is not resolved (`require_resolved`).
+        ValueError: `context.tp_size` does not divide the model.
     """
     if torch.device(device).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # see `attention_backend.preferred_backend`

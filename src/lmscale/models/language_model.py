@@ -21,7 +21,6 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext | None = None) -> None:
         super().__init__()
-        config.require_resolved()
         if not isinstance(self, load(family_of(config.family).model)):
             raise ValueError(f"`family` must be that of a {type(self).__name__}, but is {config.family!r}")
         self.config, self.context = config, ParallelContext() if context is None else context

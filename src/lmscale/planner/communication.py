@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..partition import assign_owners, buffer_pieces, part_sizes, rows_at_once
 from .flops import num_recomputed_whole, scored_tokens
 from .memory import BYTES, FP32_BYTES
@@ -45,7 +45,7 @@ class Collective:
 
 def micro_batch_collectives(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     seq_length: int,
     dtype: str,
@@ -140,7 +140,7 @@ def _sequence_collectives(config: TransformerConfig, num_bytes: int, parts: int,
 
 def step_collectives(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     num_micro_batches: int,
     seq_length: int,
@@ -199,9 +199,7 @@ def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str, pad_hea
     return buckets + [held] * (held > 0)
 
 
-def _small_collectives(
-    config: TransformerConfig, layout: ParallelConfig, dtype: str, dp_rank: int | None
-) -> list[Collective]:
+def _small_collectives(config: TransformerConfig, layout: Layout, dtype: str, dp_rank: int | None) -> list[Collective]:
     """Those of a step besides its micro-batches' and the gradients over the data group: replicated gradients, norm."""
     found, by_rank = [], replicated_parameters(config, layout) if layout.tp_size > 1 else [0] * layout.dp_size
     num_replicated = max(by_rank) if dp_rank is None else by_rank[dp_rank]
@@ -219,7 +217,7 @@ def _small_collectives(
     return found
 
 
-def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype: str) -> list[Collective]:
+def _to_owners_and_back(config: TransformerConfig, layout: Layout, dtype: str) -> list[Collective]:
     """ZeRO stage 1: gradients to their owners, in fp32 at least and in pieces; weights from each owner, at once."""
     sizes = parameter_sizes(config, layout.tp_size, layout.pad_heads)
     parts = [size for size in part_sizes(sizes, layout.dp_size) if size]
@@ -235,7 +233,7 @@ def _to_owners_and_back(config: TransformerConfig, layout: ParallelConfig, dtype
     ]
 
 
-def replicated_parameters(config: TransformerConfig, layout: ParallelConfig) -> list[int]:
+def replicated_parameters(config: TransformerConfig, layout: Layout) -> list[int]:
     """Parameters of each data rank's update that every tensor rank holds whole.
 
     Per layer the LayerNorms and two row biases; outside the layers the LayerNorms, the position and type embeddings,

@@ -6,7 +6,7 @@ b s / p.
 
 from typing import Any
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..config.family import family_of
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
@@ -26,9 +26,7 @@ class LayerCounts:
         dtype: of weights and activations.
     """
 
-    def __init__(
-        self, config: TransformerConfig, placement: Any, layout: ParallelConfig, b: int, s: int, dtype: str
-    ) -> None:
+    def __init__(self, config: TransformerConfig, placement: Any, layout: Layout, b: int, s: int, dtype: str) -> None:
         p, self.float8 = layout.tp_size, dtype == "fp8"
         self.config, self.placement, self.seq_length, self.e = config, placement, s, BYTES[dtype]
         self.tokens, self.own = b * s, b * s // p if layout.cuts_sequence else b * s

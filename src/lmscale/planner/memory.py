@@ -134,7 +134,7 @@ def estimate_memory(
             a buffer.
         half_moments: the moments are bf16, converted to fp32 tensor by tensor.
         compiles: the update of a tensor is one kernel, which converts them without temporaries.
-        pad_heads: see `ParallelConfig`; dummy heads take memory as others do.
+        pad_heads: see `Layout`; dummy heads take memory as others do.
 
     Raises:
         ValueError: `tp_size` does not divide the model.

@@ -10,7 +10,7 @@ compares both. Around the layers operations run one by one. Collectives are in `
 import dataclasses
 from collections import Counter
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..config.family import family_of
 from ..partition import assign_owners, rows_at_once
 from .flops import scored_tokens
@@ -27,7 +27,7 @@ ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
 
 def step_operations(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     num_micro_batches: int,
     seq_length: int,
@@ -68,7 +68,7 @@ def step_operations(
     return (*micro_batch, *_update(config, layout, num_micro_batches, dtype, half_moments))
 
 
-def _embedding(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: int) -> list[Operation]:
+def _embedding(config: TransformerConfig, layout: Layout, b: int, s: int, e: int) -> list[Operation]:
     """Embeddings and the LayerNorm after the stack. The lookups run one by one; what follows them is compiled."""
     h, whole = config.hidden_size, b * s * config.hidden_size
     own = whole // layout.tp_size if layout.cuts_sequence else whole
@@ -96,7 +96,7 @@ def _embedding(config: TransformerConfig, layout: ParallelConfig, b: int, s: int
     return found
 
 
-def _head(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: int) -> list[Operation]:
+def _head(config: TransformerConfig, layout: Layout, b: int, s: int, e: int) -> list[Operation]:
     """The family's dense heads, then projection and loss in chunks, with their gradients in the forward pass."""
     h, columns = config.hidden_size, config.padded_vocab_size // layout.tp_size
     rows, sizes = b * scored_tokens(config, s), family_of(config.family).head
@@ -135,7 +135,7 @@ def _head(config: TransformerConfig, layout: ParallelConfig, b: int, s: int, e: 
 
 
 def _update(
-    config: TransformerConfig, layout: ParallelConfig, num_micro_batches: int, dtype: str, half_moments: bool
+    config: TransformerConfig, layout: Layout, num_micro_batches: int, dtype: str, half_moments: bool
 ) -> list[Operation]:
     """The gradient buffer, once per micro-batch, and the optimizer."""
     e, sizes = BYTES[dtype], parameter_sizes(config, layout.tp_size, layout.pad_heads)

@@ -8,7 +8,7 @@ micro-batch. Messages travel one at a time, beside kernels that keep their full 
 from collections import Counter
 from itertools import groupby
 
-from ..config import ParallelConfig, TransformerConfig
+from ..config import Layout, TransformerConfig
 from ..config.cluster import Cluster
 from .layer_operations import MAGNITUDE, LayerCounts
 
@@ -36,7 +36,7 @@ _SEQUENCE = _PLAIN | {
 
 def exposed_shares(
     config: TransformerConfig,
-    layout: ParallelConfig,
+    layout: Layout,
     micro_batch_size: int,
     seq_length: int,
     dtype: str,

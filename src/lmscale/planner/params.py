@@ -44,7 +44,7 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1, pad_heads: boo
     Args:
         config: sizes; v is `padded_vocab_size`.
         tp_size: tensor ranks.
-        pad_heads: see `ParallelConfig`.
+        pad_heads: see `Layout`.
 
     Raises:
         ValueError: `tp_size` does not divide the model.

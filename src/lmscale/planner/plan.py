@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..config import BatchConfig, ParallelConfig, Recompute
+from ..config import BatchConfig, Layout, Recompute
 from ..config.cluster import Cluster
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
-from .job import Job, rank_memory
 from .memory import GIB, MemoryEstimate
 from .params import ParameterCount, count_parameters
 from .step_time import Row, StepTime, step_rows
+from .workload import Workload, rank_memory
 
 DAY_S = 86400
 
@@ -22,8 +22,8 @@ class Plan:
     Bytes, FLOPs, messages and times are of this project's code, whatever software the cluster's rates were fitted to.
     """
 
-    job: Job
-    layout: ParallelConfig
+    job: Workload
+    layout: Layout
     cluster: Cluster
 
     @property
@@ -115,7 +115,7 @@ class Plan:
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
-def make_plan(job: Job, layout: ParallelConfig, cluster: Cluster) -> Plan:
+def make_plan(job: Workload, layout: Layout, cluster: Cluster) -> Plan:
     """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
 
     Raises:

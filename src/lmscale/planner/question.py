@@ -2,11 +2,10 @@
 
 from functools import partial
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
-from ..config.layout import ParallelRequest
+from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
-from .job import STAND_IN_VOCAB_SIZE, Job, largest_dp_size, smallest_layout
 from .plan import Plan, describe_padding, describe_shortage, make_plan
 from .search import (
     Ranking,
@@ -18,11 +17,12 @@ from .search import (
     rank_on_machine,
     suggest_layout,
 )
+from .workload import STAND_IN_VOCAB_SIZE, Workload, largest_dp_size, smallest_layout
 
 _HALF = ("bf16", "fp16")
 
 
-def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
+def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     """The job to plan, and notes on assumed values; `model.recompute=auto` starts from none.
 
     Raises:
@@ -31,7 +31,7 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
     notes, cluster = [], question.cluster
     if question.model.vocab_size is None:
         notes.append(f"model.vocab_size is the tokenizer's: planned with {STAND_IN_VOCAB_SIZE:,} ids")
-    config = question.model.with_vocab_size(STAND_IN_VOCAB_SIZE).with_recompute(Recompute.NONE)
+    config = question.model.resolve(STAND_IN_VOCAB_SIZE)
     dtype = question.precision.dtype
     if dtype in _HALF and dtype not in cluster.dtypes:
         other = next((half for half in _HALF if half in cluster.dtypes), dtype)  # as many bytes
@@ -39,7 +39,7 @@ def make_job(question: PlanConfig) -> tuple[Job, list[str]]:
             notes.append(f"a {cluster.device} has no {dtype}: planned with precision={other}")
         dtype = other
     cluster.peak_flops_per_s(dtype)
-    job = Job(
+    job = Workload(
         config,
         question.micro_batch_size,
         question.global_batch_size,
@@ -69,7 +69,7 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             f"({cluster.num_devices:,} devices) allow"
         )
     try:
-        with keys_of(TransformerConfig, "model."), keys_of(ParallelRequest, "parallel."):
+        with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
             plan = make_plan(job, layout, cluster)
     except ValueError as error:
         raise ValueError(f"{error}; {suggest_layout(job, layout, cluster)}") from None
@@ -101,7 +101,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     ranking = rank_layouts(job, question.cluster, num_devices, question.parallel, compares_options=True)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
-        wanted = question.parallel.resolve(1, num_devices)
+        wanted = question.parallel.layout(tp_size=1, dp_size=num_devices)
         way_out = suggest_layout(job.change(micro_batch_size=1), wanted, question.cluster)
         raise ValueError(
             f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
@@ -142,23 +142,25 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
     return fitting[: question.measure]
 
 
-def _modes_to_try(question: PlanConfig, job: Job) -> list[Recompute]:
+def _modes_to_try(question: PlanConfig, job: Workload) -> list[Recompute]:
     """The requested recomputation mode, then those that recompute more if the planner may choose them."""
     modes = list(Recompute)
     return modes[modes.index(job.config.recompute) :] if question.find_recompute else [job.config.recompute]
 
 
-def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
+def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
     micro_batches = question.global_batch_size // question.micro_batch_size
 
-    def resolved(tp_size: int) -> ParallelConfig:
+    def resolved(tp_size: int) -> Layout:
         if request.dp_size == "auto":
-            return request.resolve(tp_size, largest_dp_size(micro_batches, machine.num_devices // tp_size))
-        return request.resolve(tp_size, request.dp_size)
+            return request.layout(
+                tp_size=tp_size, dp_size=largest_dp_size(micro_batches, machine.num_devices // tp_size)
+            )
+        return request.layout(tp_size=tp_size, dp_size=request.dp_size)
 
-    def possible(tp_size: int) -> ParallelConfig | None:
+    def possible(tp_size: int) -> Layout | None:
         layout = resolved(tp_size)
         return layout if divides(job, layout) and layout.world_size <= machine.num_devices else None
 
@@ -175,7 +177,7 @@ def _resolve_layout(question: PlanConfig, job: Job) -> ParallelConfig:
     )
 
 
-def _check_all_are_used(question: PlanConfig, layout: ParallelConfig) -> None:
+def _check_all_are_used(question: PlanConfig, layout: Layout) -> None:
     """Refuse a given number of devices that the layout cannot use; a given `dp_size` says how many it is to use."""
     if question.num_devices in (None, layout.world_size) or question.parallel.dp_size != "auto":
         return

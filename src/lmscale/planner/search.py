@@ -5,16 +5,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config import ParallelConfig, Recompute
+from ..config import Layout, Recompute
 from ..config.cluster import Cluster
-from ..config.layout import ParallelRequest
-from .job import Job, rank_memory
+from ..config.layout import ParallelConfig
 from .memory import GIB
 from .plan import Plan, make_plan
+from .workload import Workload, rank_memory
 
 LARGEST_MICRO_BATCH = 64
 _MODES = tuple(Recompute)
-_NO_OPTIONS = ParallelRequest()
+_NO_OPTIONS = ParallelConfig()
 _RESTRICTING_OPTIONS = ("batch_halves", "sequence_parallel")  # not every batch and not every sequence can be cut
 
 
@@ -31,7 +31,7 @@ class Ranking:
     too_large: tuple[Plan, ...]
 
 
-def tensor_sizes(job: Job, largest: int, pad_heads: bool = False) -> list[int]:
+def tensor_sizes(job: Workload, largest: int, pad_heads: bool = False) -> list[int]:
     """Every `tp_size` up to `largest` and the number of heads that cuts the model into equal shards, ascending."""
     sizes = []
     for tp_size in range(1, min(largest, job.config.num_attention_heads) + 1):
@@ -43,7 +43,7 @@ def tensor_sizes(job: Job, largest: int, pad_heads: bool = False) -> list[int]:
     return sizes
 
 
-def micro_batch_sizes(job: Job, layout: ParallelConfig) -> list[int]:
+def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
     """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending.
 
     With `batch_halves` only even ones; none if the layout does not divide the batch or, where it cuts it, the sequence.
@@ -56,7 +56,7 @@ def micro_batch_sizes(job: Job, layout: ParallelConfig) -> list[int]:
     return [b for b in sizes if b % layout.batch_parts == 0]
 
 
-def divides(job: Job, layout: ParallelConfig) -> bool:
+def divides(job: Workload, layout: Layout) -> bool:
     """Whether a layout divides the batch into whole micro-batches and these, where it cuts them, into equal parts."""
     whole = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
     halves = job.micro_batch_size % layout.batch_parts == 0
@@ -64,10 +64,10 @@ def divides(job: Job, layout: ParallelConfig) -> bool:
 
 
 def rank_layouts(
-    job: Job,
+    job: Workload,
     cluster: Cluster,
     num_devices: int,
-    request: ParallelRequest = _NO_OPTIONS,
+    request: ParallelConfig = _NO_OPTIONS,
     compares_options: bool = False,
 ) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
@@ -109,7 +109,7 @@ def rank_layouts(
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
-def _with_options(layout: ParallelConfig, cluster: Cluster) -> list[ParallelConfig]:
+def _with_options(layout: Layout, cluster: Cluster) -> list[Layout]:
     """The layout and those with `zero1`, `batch_halves` or both besides, where these have an effect."""
     layouts = [layout]
     has_effect = {"zero1": layout.dp_size > 1, "batch_halves": layout.tp_size > 1 and cluster.is_gpu}
@@ -120,7 +120,7 @@ def _with_options(layout: ParallelConfig, cluster: Cluster) -> list[ParallelConf
 
 
 def rank_on_machine(
-    job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest, modes: Sequence[Recompute]
+    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig, modes: Sequence[Recompute]
 ) -> list[Plan]:
     """Plan `job`, with the micro-batch that it has, in every layout of one machine, fastest first.
 
@@ -164,7 +164,7 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
     )
 
 
-def describe_limits(best: Plan, request: ParallelRequest) -> list[str]:
+def describe_limits(best: Plan, request: ParallelConfig) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
     job, cluster, num_devices, tp_size = best.job, best.cluster, best.num_devices, best.layout.tp_size
     limits = []
@@ -190,7 +190,9 @@ def _crosses_nodes(tp_size: int, num_devices: int, cluster: Cluster) -> bool:
     return num_devices > cluster.devices_per_node and cluster.devices_per_node % tp_size != 0
 
 
-def _alternatives(job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest) -> list[tuple[str, Job, int]]:
+def _alternatives(
+    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig
+) -> list[tuple[str, Workload, int]]:
     """The next numbers of devices and batches below and above on which a layout fits, as an override, job and number.
 
     Numbers of devices on which it fits only with tensor groups that cross nodes are left out if there are others.
@@ -217,43 +219,43 @@ def neighbours(number: int, numbers: Iterable[int]) -> str:
     return " and ".join(f"{n:,}" for n in _nearest(number, numbers)) or "none"
 
 
-def largest_number(job: Job, cluster: Cluster, request: ParallelRequest = _NO_OPTIONS) -> int:
+def largest_number(job: Workload, cluster: Cluster, request: ParallelConfig = _NO_OPTIONS) -> int:
     """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
     numbers = sorted(_possible_numbers(job, cluster, request), reverse=True)
     return next((number for number in numbers if _fits_on(job, cluster, number, request)), numbers[0])
 
 
 def _fits_on(
-    job: Job, cluster: Cluster, num_devices: int, request: ParallelRequest, within_nodes: bool = False
+    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig, within_nodes: bool = False
 ) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
     for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
         if num_devices % tp_size or (within_nodes and _crosses_nodes(tp_size, num_devices, cluster)):
             continue
-        layout = request.resolve(tp_size, num_devices // tp_size)
+        layout = request.layout(tp_size=tp_size, dp_size=num_devices // tp_size)
         sizes = micro_batch_sizes(job, layout)
         if sizes and make_plan(job.change(sizes[0], Recompute.FULL), layout, cluster).missing_bytes <= 0:
             return True
     return False
 
 
-def _possible_numbers(job: Job, cluster: Cluster, request: ParallelRequest) -> set[int]:
+def _possible_numbers(job: Workload, cluster: Cluster, request: ParallelConfig) -> set[int]:
     """Numbers of devices that some grid uses fully; always contains 1."""
     sizes = tensor_sizes(job, cluster.num_devices, request.pad_heads)
     divisors = [
         d for d in range(1, min(job.global_batch_size, cluster.num_devices) + 1) if job.global_batch_size % d == 0
     ]
     grids = [(p, d) for p in sizes for d in divisors if p * d <= cluster.num_devices]
-    return {p * d for p, d in grids if micro_batch_sizes(job, request.resolve(p, d))}
+    return {p * d for p, d in grids if micro_batch_sizes(job, request.layout(tp_size=p, dp_size=d))}
 
 
-def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | None:
+def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None:
     """The working plan closest to `job` on the grid `wanted`, with its options; None if the cluster has none.
 
     Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
     """
 
-    def distance(candidate: tuple[ParallelConfig, int, Recompute]) -> tuple[float, float, float, int]:
+    def distance(candidate: tuple[Layout, int, Recompute]) -> tuple[float, float, float, int]:
         layout, micro_batch_size, mode = candidate
         return (
             abs(math.log2(layout.world_size / wanted.world_size)),
@@ -269,7 +271,7 @@ def nearest_plan(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan | N
     return None
 
 
-def _candidates(job: Job, wanted: ParallelConfig, cluster: Cluster) -> list[tuple[ParallelConfig, int, Recompute]]:
+def _candidates(job: Workload, wanted: Layout, cluster: Cluster) -> list[tuple[Layout, int, Recompute]]:
     """Every grid that divides model, batch and cluster, with every micro-batch size and recomputation mode."""
     layouts = [
         dataclasses.replace(wanted, tp_size=tp_size, dp_size=dp_size)
@@ -279,11 +281,11 @@ def _candidates(job: Job, wanted: ParallelConfig, cluster: Cluster) -> list[tupl
     return [(layout, b, mode) for layout in layouts for b in micro_batch_sizes(job, layout) for mode in _MODES]
 
 
-def smallest_need(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan:
+def smallest_need(job: Workload, wanted: Layout, cluster: Cluster) -> Plan:
     """The layout on the cluster whose rank needs least memory, with the options of `wanted` or without some."""
     candidates = [found for layout in _relaxed(wanted) for found in _candidates(job, layout, cluster)]
 
-    def needed_bytes(candidate: tuple[ParallelConfig, int, Recompute]) -> int:
+    def needed_bytes(candidate: tuple[Layout, int, Recompute]) -> int:
         layout, micro_batch_size, mode = candidate
         return rank_memory(job.change(micro_batch_size, mode), layout, cluster.is_gpu).total
 
@@ -291,13 +293,13 @@ def smallest_need(job: Job, wanted: ParallelConfig, cluster: Cluster) -> Plan:
     return make_plan(job.change(micro_batch_size, mode), layout, cluster)
 
 
-def _relaxed(wanted: ParallelConfig) -> list[ParallelConfig]:
+def _relaxed(wanted: Layout) -> list[Layout]:
     """`wanted`, then without each option that restricts the batch or the sequence, then without both."""
     without = [(), ("batch_halves",), ("sequence_parallel",), _RESTRICTING_OPTIONS]
     return list(dict.fromkeys(dataclasses.replace(wanted, **dict.fromkeys(names, False)) for names in without))
 
 
-def suggest_layout(job: Job, wanted: ParallelConfig, cluster: Cluster) -> str:
+def suggest_layout(job: Workload, wanted: Layout, cluster: Cluster) -> str:
     """For messages: the nearest layout that works, and which options it must drop, or the least memory of a rank."""
     for layout in _relaxed(wanted):
         near = nearest_plan(job, layout, cluster)

@@ -5,14 +5,14 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import ParallelConfig
+from ..config import Layout
 from ..config.cluster import Cluster
 from .communication import Collective, step_collectives
-from .job import Job
 from .memory import keeps_scores
 from .operation import Operation
 from .operations import step_operations
 from .overlap import exposed_shares
+from .workload import Workload
 
 _PARTS = {"product": "matmul", "attention": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
 
@@ -123,7 +123,7 @@ class StepTime:
         )
 
 
-def step_rows(job: Job, layout: ParallelConfig, cluster: Cluster) -> list[Row]:
+def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[Row]:
     """Every operation and message of one rank in one optimizer step of this project's code.
 
     Raises:
@@ -152,7 +152,7 @@ def operation_rows(operations: Iterable[Operation], cluster: Cluster, dtype: str
 
 
 def message_rows(
-    messages: Iterable[Collective], layout: ParallelConfig, cluster: Cluster, shares: dict[str, float] | None = None
+    messages: Iterable[Collective], layout: Layout, cluster: Cluster, shares: dict[str, float] | None = None
 ) -> list[Row]:
     """Time messages.
 
@@ -169,7 +169,7 @@ def message_rows(
     return found
 
 
-def message_s(message: Collective, layout: ParallelConfig, cluster: Cluster) -> float:
+def message_s(message: Collective, layout: Layout, cluster: Cluster) -> float:
     """Seconds of all of a collective in full: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that
     for the others, and a latency each.
 

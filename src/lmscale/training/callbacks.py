@@ -7,36 +7,38 @@ import lightning as L
 
 from ..parallel import first_difference
 from ..planner.flops import dense_peak_flops_per_s
-from .job import PretrainJob
+from .agreement import Agreement
 from .output.layer_statistics import LayerStatistics
 from .output.profiling import StepProfiler
 from .output.progress import ProgressLine
 from .output.reporting import SampleDigest, StepReport
 from .output.resuming import CHECKPOINTS
 from .output.saving import Checkpointing
+from .resolve import ResolvedRun
 from .runtime.ending import Ending
 from .runtime.exit_codes import REPLICAS_DIFFER
-from .runtime.run import Run
+from .runtime.gpu_settings import device_name
+from .runtime.session import RankSession
 
 
-def add_callbacks(job: PretrainJob, running: Run) -> StepReport:
+def add_callbacks(job: ResolvedRun, agreed: Agreement, session: RankSession) -> StepReport:
     """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
-    run, ending = job.run, running.ending
-    peak = dense_peak_flops_per_s(job.device_name(), run.precision.dtype, run.trainer.matmul_precision)
-    digest, report = SampleDigest(), StepReport(run, job.config, peak, running.watchdog, ending)
+    run, ending = job.run, session.ending
+    peak = dense_peak_flops_per_s(device_name(job.on_gpu), run.precision.dtype, run.trainer.matmul_precision)
+    digest, report = SampleDigest(), StepReport(run, agreed.model, peak, session.watchdog, ending)
     callbacks = [digest]
     if run.trainer.check_replicas_every_steps:
         callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, ending))
     if run.trainer.profiler is not None:
-        callbacks.append(StepProfiler(running.folder / "profile"))
+        callbacks.append(StepProfiler(session.folder / "profile"))
     callbacks.append(report)
     if run.logger.layer_statistics:
-        callbacks.append(LayerStatistics(run.logger.layer_statistics, running.folder))
+        callbacks.append(LayerStatistics(run.logger.layer_statistics, session.folder))
     if run.trainer.progress_bar:
         callbacks.append(ProgressLine(report))
-    folder = running.folder / CHECKPOINTS
-    callbacks.append(Checkpointing(folder, run, running.interruption, ending, report, digest))
-    running.trainer.callbacks.extend(callbacks)
+    folder = session.folder / CHECKPOINTS
+    callbacks.append(Checkpointing(folder, run, agreed.describe(job), session.interruption, ending, report, digest))
+    session.trainer.callbacks.extend(callbacks)
     return report
 
 

@@ -21,7 +21,7 @@ from ..planner.memory import GIB
 from ..planner.plan import Plan
 from ..planner.question import plans_of_machine
 from ..results import new_record, record_path, write_record
-from .runtime.measured_layout import LAYOUT, count_devices, digest, measured_for
+from .measured_layout import LAYOUT, count_devices, digest, measured_for
 
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
 _GRACE_S = 5.0  # for a training to end by itself, when the measurement is stopped

@@ -12,13 +12,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..checkpoint import CheckpointWriter
-from ..config import ParallelConfig
+from ..config import Layout
 from ..parallel import ParallelContext, choose_communicator
 from .checkpointing import ShardedCheckpointStrategy
 from .step.gradient_buffer import needs_buffer
 
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
+_ONE_RANK = Layout()
 
 
 class TensorParallelStrategy(ShardedCheckpointStrategy):
@@ -31,10 +32,10 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     With 8 ranks and tp_size 2: tensor groups [0, 1], [2, 3], [4, 5], [6, 7]; data groups [0, 2, 4, 6], [1, 3, 5, 7].
 
     Args:
-        tp_size: tensor-parallel ranks; the number of data ranks is world size / tp_size.
-        sequence_parallel, zero1, batch_halves, pad_heads: see `ParallelConfig`.
+        layout: divides the ranks; the Trainer's world size decides its `dp_size`.
         timeout_minutes: how long a collective may wait before the run fails.
         shared_memory: tensor ranks on one host without GPUs communicate through shared memory.
+        **options: fields of `Layout`, in place of those of `layout`: `TensorParallelStrategy(tp_size=2)`.
 
     Raises:
         ValueError: `tp_size` does not divide the world size.
@@ -44,21 +45,15 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
 
     def __init__(
         self,
-        tp_size: int = 1,
+        layout: Layout = _ONE_RANK,
         *,
-        sequence_parallel: bool = False,
-        zero1: bool = False,
-        batch_halves: bool = False,
-        pad_heads: bool = False,
         timeout_minutes: float = 30.0,
         shared_memory: bool = True,
-        **kwargs: Any,
+        **options: Any,
     ) -> None:
         self.collective_timeout = timedelta(minutes=timeout_minutes) + _GRACE
-        super().__init__(
-            timeout=self.collective_timeout, gradient_as_bucket_view=True, broadcast_buffers=False, **kwargs
-        )
-        self.layout = ParallelConfig(tp_size, 1, sequence_parallel, zero1, batch_halves, pad_heads)
+        super().__init__(timeout=self.collective_timeout, gradient_as_bucket_view=True, broadcast_buffers=False)
+        self.layout = replace(layout, **options)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
         self.save_timeout_s = 0.9 * 60 * timeout_minutes  # rank 0 names the rank before a watchdog ends the run
@@ -97,12 +92,9 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
 
     def _make_groups(self) -> None:
         """Make the groups of the grid; a later call of the Trainer uses the same, as the model's layers do."""
-        tp_size = self.layout.tp_size
-        if self.world_size % tp_size:
-            raise ValueError(f"`tp_size` must divide the {self.world_size} ranks, but is {tp_size}")
-        self.layout = replace(self.layout, dp_size=self.world_size // tp_size)
-        grid = self.layout.dp_size, self.layout.tp_size
-        mesh = init_device_mesh(self.root_device.type, grid, mesh_dim_names=("data", "tensor"))
+        self.layout = self.layout.over(self.world_size)
+        axes = self.layout.axes
+        mesh = init_device_mesh(self.root_device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
             dist.distributed_c10d._set_pg_timeout(self.collective_timeout, group)
         self.parallel = ParallelContext(

@@ -5,24 +5,25 @@ from pathlib import Path
 import torch
 
 from ...checkpoint import read_metadata
-from ...config import ParallelConfig, Recompute, TransformerConfig
+from ...config import Layout, Recompute, TransformerConfig
 from ...config.pretrain import RunConfig
 from ...parallel import ParallelContext
-from ...planner.job import largest_dp_size
 from ...planner.params import count_parameters
-from ..job import PretrainJob
-from .resuming import CHECKPOINTS, Start
+from ...planner.workload import largest_dp_size
+from ..agreement import Agreement
+from ..resolve import ResolvedRun
+from .resuming import CHECKPOINTS
 
 
 def announce(
-    job: PretrainJob,
+    job: ResolvedRun,
+    agreed: Agreement,
     context: ParallelContext,
     run_dir: Path,
-    start: Start,
     last_step: int,
 ) -> None:
     """Print the run's model, layout, options, steps and folder in a few lines."""
-    run, resume_from, config, layout, batch = job.run, start.checkpoint, job.config, job.layout, job.batch
+    run, resume_from, config, layout, batch = job.run, agreed.checkpoint, agreed.model, job.layout, job.batch
     parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
     chosen += describe_idle_gpus(job)
@@ -35,11 +36,11 @@ def announce(
         f"{describe_channel(context, job.accelerator)}{chosen}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x {batch.num_micro_batches} x "
         f"{run.micro_batch_size} (data ranks x micro-steps x micro-batch); {run.data.seq_length} tokens per sequence\n"
-        f"{describe_options(run, config, layout, job.kernels.compiles)}"
-        f"kernels: {job.kernels.describe()}, attention by {config.attention} "
+        f"{describe_options(run, config, layout, agreed.kernels.compiles)}"
+        f"kernels: {agreed.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
         f"{describe_attention_dropout(config)}"
-        f"steps {start.step} to {last_step} of {run.trainer.max_steps}"
+        f"steps {agreed.step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",
         flush=True,
@@ -52,18 +53,18 @@ def announce(
             flush=True,
         )
     if resume_from and not run.resume.weights_only:
-        schedule = run.schedule
+        schedule = agreed.schedule
         print(
             f"schedule: {schedule.decay} ({schedule.formula}) over {schedule.decay_steps} updates, warm-up "
-            f"{schedule.warmup_steps}, lr {run.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule="
+            f"{schedule.warmup_steps}, lr {agreed.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule="
             f"{run.resume.schedule}",
             flush=True,
         )
     for note in job.corpus.manifest["notes"]:
         print(f"note: {note}", flush=True)
-    if run.schedule.warmup_steps >= run.trainer.max_steps:
+    if agreed.schedule.warmup_steps >= run.trainer.max_steps:
         print(
-            f"note: schedule.warmup_steps ({run.schedule.warmup_steps}) is not below trainer.max_steps "
+            f"note: schedule.warmup_steps ({agreed.schedule.warmup_steps}) is not below trainer.max_steps "
             f"({run.trainer.max_steps}), so the learning rate does not get past its warm-up",
             flush=True,
         )
@@ -78,7 +79,7 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     return f", communicating through {context.tp_communicator.backend}"
 
 
-def describe_idle_gpus(job: PretrainJob) -> str:
+def describe_idle_gpus(job: ResolvedRun) -> str:
     """Say how many GPUs of this host `dp_size=auto` uses, if the batch does not allow more."""
     run, layout = job.run, job.layout
     if job.accelerator == "cpu" or run.parallel.dp_size != "auto":
@@ -103,7 +104,7 @@ def describe_attention_dropout(config: TransformerConfig) -> str:
     )
 
 
-def describe_options(run: RunConfig, config: TransformerConfig, layout: ParallelConfig, compiles: bool = True) -> str:
+def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, compiles: bool = True) -> str:
     """Return a line of the options set besides the layout, and whether they have an effect; empty if none is set."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
     if layout.sequence_parallel:

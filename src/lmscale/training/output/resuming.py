@@ -1,10 +1,8 @@
-"""Where a run starts: which checkpoint, whether it is intact, whether it fits the run, and under which schedule."""
+"""Which checkpoint a run starts from, whether it is intact, whether it fits the run, and under which schedule."""
 
 import dataclasses
-import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +22,10 @@ from ...checkpoint import (
 )
 from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
+from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.datamodule import PretrainDataModule
-from ..job import PretrainJob
-from ..runtime.paths import is_restart
+from ...launcher import is_restart
 from ..strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
@@ -43,56 +41,6 @@ _STATE = ("data_digest", "corpus_hash")
 
 class ScheduleDiffersError(ValueError):
     """The schedule differs from the checkpoint's, and `resume.schedule` does not say which one to use."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run starts, the same on all ranks.
-
-    Attributes:
-        checkpoint: whose weights the model starts with; None: the seed determines them.
-        resumes: whether optimizer, schedule and data order continue from the checkpoint too.
-        step: steps already done.
-        train_time_s: of these steps; nan if the checkpoint is from before it was kept.
-    """
-
-    checkpoint: str | None
-    resumes: bool
-    step: int
-    train_time_s: float = 0.0
-
-
-def choose_start(job: PretrainJob, run_dir: Path, strategy: TensorParallelStrategy) -> tuple[PretrainJob, Start]:
-    """Choose the checkpoint on all ranks; returns the job under the schedule that goes with it.
-
-    Args:
-        run_dir: the run folder, locked: until then another job may have written checkpoints into it.
-
-    Raises:
-        CheckpointError, ScheduleDiffersError: the checkpoint cannot be used; the same on all ranks.
-
-    Communicates:
-        as `agree_on_checkpoint`, and one short text per rank.
-    """
-    run, chosen, problem = job.run, None, None
-    if strategy.is_global_zero:
-        try:
-            chosen = find_checkpoint(run)
-        except ValueError as error:
-            problem = str(error)
-    problem = strategy.first_error(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
-    path = agree_on_checkpoint(run, run_dir, chosen, strategy)
-    if path is None:
-        return job, Start(None, resumes=False, step=0)
-    if path != job.resume_from:  # under torchrun, or back to an older one
-        job = dataclasses.replace(job, run=check_fit(run, job.config, job.build_data().corpus_hash, path))
-    resumes = Path(path).parent == run_dir / CHECKPOINTS or not run.resume.weights_only
-    if not resumes:
-        return job, Start(path, resumes, step=0)
-    metadata = read_metadata(path)
-    return job, Start(path, resumes, metadata.step, metadata.state.get("train_time_s", math.nan))
 
 
 def find_checkpoint(run: RunConfig) -> str | None:
@@ -143,8 +91,23 @@ def find_checkpoint(run: RunConfig) -> str | None:
     return str(chosen)
 
 
-def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path: str) -> RunConfig:
-    """Check that a run fits the checkpoint it resumes from; returns the run with its final schedule.
+def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | None:
+    """The checkpoint that a run resumes from, if the run keeps its kernels: it was written on the same accelerator.
+
+    Choosing again, on a different number of cores or by another measurement, would change the rounding and draw other
+    dropout. A run that goes on from a CPU to a GPU, or back, does so in any case.
+    """
+    if checkpoint is None:
+        return None
+    metadata = read_metadata(checkpoint)
+    accelerator = metadata.run.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
+    return metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
+
+
+def check_fit(
+    run: RunConfig, config: TransformerConfig, corpus_hash: str, path: str
+) -> tuple[OptimizerConfig, ScheduleConfig]:
+    """Check that a run fits the checkpoint it resumes from; returns its learning rate and schedule.
 
     Args:
         corpus_hash: hash of the tokenized training text.
@@ -156,7 +119,7 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
     metadata = read_metadata(path)
     check_model(metadata, config.to_dict(), path)
     if run.resume.weights_only:
-        return run
+        return run.optimizer, run.schedule
     name = Path(path).name
     if not metadata.optimizer:
         raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
@@ -180,15 +143,15 @@ def check_fit(run: RunConfig, config: TransformerConfig, corpus_hash: str, path:
             f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
             "the data; `resume.weights_only`=true starts a new run from the weights)"
         )
-    return _settle_schedule(run, metadata, name)
+    return _choose_schedule(run, metadata, name)
 
 
 def _differences(keys: Iterable[str], now: dict[str, Any], then: dict[str, Any]) -> list[str]:
     return [f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in keys if now[key] != then.get(key)]
 
 
-def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> RunConfig:
-    """The run with the schedule that `resume.schedule` chooses."""
+def _choose_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> tuple[OptimizerConfig, ScheduleConfig]:
+    """The learning rate and the schedule that `resume.schedule` chooses."""
     now = _flat({"schedule": dataclasses.asdict(run.schedule), "optimizer": {"lr": run.optimizer.lr}})
     saved = _flat(metadata.run)
     then = {key: saved.get(key) for key in now}
@@ -196,19 +159,16 @@ def _settle_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) ->
         f"{each} (by default trainer.max_steps)" if each.startswith("schedule.decay_steps") else each
         for each in _differences(now, now, then)
     ]
-    if not differences:
-        return run
-    policy = run.resume.schedule
-    if policy == "assert":
+    if differences and run.resume.schedule == "assert":
         raise ScheduleDiffersError(
             f"`resume.schedule` must be keep or override where the schedule is not that of {name} "
             f"({'; '.join(differences)}), but is assert"
         )
-    if policy == "keep":
-        lr = then.pop("optimizer.lr")
-        schedule = dataclasses.replace(run.schedule, **{key.removeprefix("schedule."): then[key] for key in then})
-        run = dataclasses.replace(run, schedule=schedule, optimizer=dataclasses.replace(run.optimizer, lr=lr))
-    return run
+    if not differences or run.resume.schedule == "override":
+        return run.optimizer, run.schedule
+    lr = then.pop("optimizer.lr")
+    schedule = {key.removeprefix("schedule."): value for key, value in then.items()}
+    return dataclasses.replace(run.optimizer, lr=lr), dataclasses.replace(run.schedule, **schedule)
 
 
 def agree_on_checkpoint(

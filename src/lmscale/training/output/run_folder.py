@@ -9,23 +9,25 @@ from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, 
 from ...config.family import family_of, load
 from ...data.prepare import corpus_unigram_cross_entropy
 from ...results import new_record, write_record
-from ..job import PretrainJob
+from ..agreement import Agreement
+from ..resolve import ResolvedRun
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
+from ..runtime.gpu_settings import device_name, gpu_settings
 from ..runtime.interruption import Interruption
 from ..strategy import TensorParallelStrategy
 from .announcement import announce
 from .diagnosis import count_updates, first_cause
 from .metrics_file import MetricsFile
 from .reporting import StepReport
-from .resuming import CHECKPOINTS, Start
+from .resuming import CHECKPOINTS
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
 def begin_run_folder(
-    job: PretrainJob,
+    job: ResolvedRun,
+    agreed: Agreement,
     run_dir: Path,
-    start: Start,
     last_step: int,
     metrics: MetricsFile,
     strategy: TensorParallelStrategy,
@@ -38,14 +40,14 @@ def begin_run_folder(
     Raises:
         CheckpointError: the folder cannot be written, or some rank does not see it; the same on all ranks.
     """
-    has_ended = start.step >= last_step and (run_dir / RECORD).is_file()
+    has_ended = agreed.step >= last_step and (run_dir / RECORD).is_file()
     problem = None
     if strategy.is_global_zero:
-        announce(job, strategy.parallel, run_dir, start, last_step)
+        announce(job, agreed, strategy.parallel, run_dir, last_step)
         if has_ended:
-            print(f"nothing to do: the checkpoint is at step {start.step} and the run ends at {last_step}")
+            print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
         else:
-            problem = prepare_folder(job, run_dir, metrics, start.step)
+            problem = prepare_folder(job, agreed, run_dir, metrics)
     problem = strategy.first_error(problem)
     if problem is not None:
         raise CheckpointError(problem)
@@ -54,13 +56,13 @@ def begin_run_folder(
     return not has_ended
 
 
-def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_step: int) -> str | None:
+def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: MetricsFile) -> str | None:
     """Write the files that precede the first step; returns why that fails, or None."""
     try:
         checkpoints = run_dir / CHECKPOINTS
         checkpoints.mkdir(parents=True, exist_ok=True)
         remove_unfinished(checkpoints)
-        for name, text in ({"config.json": json.dumps(job.run.to_dict(), indent=1)} | job.files).items():
+        for name, text in ({"config.json": json.dumps(agreed.describe(job), indent=1)} | job.files).items():
             (run_dir / name).parent.mkdir(exist_ok=True)
             write_atomically(run_dir / name, text.encode())
         # Next to the checkpoints, where conversion and evaluation look for it.
@@ -68,13 +70,13 @@ def prepare_folder(job: PretrainJob, run_dir: Path, metrics: MetricsFile, start_
         tokenizer = (Path(job.corpus.folder) / "tokenizer.json").read_bytes()
         write_atomically(checkpoints / TOKENIZER_FOLDER / "tokenizer.json", tokenizer)
         try:
-            metrics.resume_at(start_step)
+            metrics.resume_at(agreed.step)
         except (ValueError, LookupError, StopIteration):  # torn by a crash of the machine
             kept = (run_dir / METRICS).rename(run_dir / f"{METRICS}.damaged")
             print(
                 f"WARNING: {METRICS} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True
             )
-            metrics.resume_at(start_step)
+            metrics.resume_at(agreed.step)
         (run_dir / RECORD).unlink(missing_ok=True)  # of a part of this run, which goes on
     except OSError as error:
         return f"the run folder {run_dir} cannot be used: {error}"
@@ -124,7 +126,8 @@ def describe_validation(losses: dict[str, float], start: dict[str, float] | None
 
 
 def write_run_record(
-    job: PretrainJob,
+    job: ResolvedRun,
+    agreed: Agreement,
     steps: tuple[int, int],
     report: StepReport,
     run_dir: Path,
@@ -141,7 +144,7 @@ def write_run_record(
         started: when this start began, seconds since the epoch.
         seconds: of training alone, by all starts.
     """
-    terms, metrics = load(family_of(job.config.family).loss).TERMS, {}
+    terms, metrics = load(family_of(agreed.model.family).loss).TERMS, {}
     units = {f"val/{term}_loss": f"nats/{what}" for term, what in terms.items()}
     # The sum of a mean over masked tokens and a mean over sequences is neither: nats.
     total = "nats" if len(terms) > 1 else next(iter(units.values()))
@@ -162,16 +165,16 @@ def write_run_record(
     run_record = new_record(
         name=job.run.name,
         kind="run",
-        config=job.run.to_dict() | {"model": job.config.to_dict(), "corpus": job.corpus.manifest},
+        config=agreed.describe(job) | {"model": agreed.model.to_dict(), "corpus": job.corpus.manifest},
         seed=job.run.seed,
         metrics=metrics,
-        device=job.device_name(),
-        settings=job.settings(),
+        device=device_name(job.on_gpu),
+        settings=gpu_settings(job.on_gpu),
         layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
         steps=list(steps),
         started=started,
     )
-    write_record(run_record | {"kernels": asdict(job.kernels)}, run_dir / RECORD)
+    write_record(run_record | {"kernels": asdict(agreed.kernels)}, run_dir / RECORD)
     loss = describe_validation(report.validation, start, terms)
     unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
     print(f"validation loss {loss} at step {steps[1]}; {unigram_loss}")

@@ -30,6 +30,7 @@ class Checkpointing(L.Callback):
 
     Args:
         folder: where `step_<n>.ckpt` directories go.
+        described: the run as a checkpoint keeps it.
         interruption: whether this process has been asked to stop.
         ending: is set when the run stops.
         report, digest: give the validation losses and the data digest to save.
@@ -44,12 +45,13 @@ class Checkpointing(L.Callback):
         self,
         folder: Path,
         run: RunConfig,
+        described: dict[str, Any],
         interruption: Interruption,
         ending: Ending,
         report: StepReport,
         digest: SampleDigest,
     ) -> None:
-        self.folder, self.run, self.config = folder, run, run.checkpoint
+        self.folder, self.run, self.described, self.config = folder, run, described, run.checkpoint
         self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
         self.begun: int | None = None  # step of the checkpoint being written
@@ -136,7 +138,7 @@ class Checkpointing(L.Callback):
             return
         self.report.watchdog.mark(f"saving step {step}")
         path, state = self.folder / checkpoint_name(step), self._state(trainer, pl_module)
-        trainer.strategy.begin_save(path, self.run.to_dict(), state, self.config.async_, self._remove_old)
+        trainer.strategy.begin_save(path, self.described, state, self.config.async_, self._remove_old)
         self.begun, self.saved_at = step, time.monotonic()
         if not self.config.async_:
             self._finish(trainer, pl_module)

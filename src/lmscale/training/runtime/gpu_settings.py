@@ -1,6 +1,7 @@
 """What lmscale sets in torch for a GPU, once per process, and reports in a run's record."""
 
 import os
+import platform
 from typing import Any
 
 import torch
@@ -42,8 +43,15 @@ def keep_partial_sums_in_fp32() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def gpu_settings() -> dict[str, Any]:
-    """The settings in effect, for a record."""
+def device_name(on_gpu: bool) -> str:
+    """Name of the GPU or processor."""
+    return torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu"
+
+
+def gpu_settings(on_gpu: bool = True) -> dict[str, Any] | None:
+    """The settings in effect, for a record; None on a CPU."""
+    if not on_gpu:
+        return None
     matmul = torch.backends.cuda.matmul
     return {
         "allocator": next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), None),

@@ -1,4 +1,4 @@
-"""Start the ranks with one elastic agent, unless torchrun or srun has started them; the accelerator and its threads."""
+"""Start the ranks with one elastic agent, unless torchrun or srun has started them."""
 
 import contextlib
 import json
@@ -15,7 +15,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -168,23 +167,3 @@ def _stop(number: signal.Signals, unsaved: bool = False) -> None:
     reason = " outside training: nothing to save" if unsaved else ""
     print(f"stopped by {number.name}{reason}", file=sys.stderr, flush=True)
     raise SystemExit(INTERRUPTED if unsaved else 128 + number) from None
-
-
-def resolve_accelerator(requested: str) -> str:
-    """`gpu` or `cpu` for `trainer.accelerator`.
-
-    Raises:
-        ValueError: `gpu` without a GPU that torch can use, or a rank does not see the GPUs of its node's ranks.
-    """
-    available = torch.cuda.is_available()
-    if requested == "gpu" and not available:
-        raise ValueError("`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    if not available or requested == "cpu":
-        return "cpu"
-    world = world_from_outside()
-    if world is not None and torch.cuda.device_count() < world.local_size:
-        raise ValueError(
-            f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
-            f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
-        )
-    return "gpu"

@@ -1,4 +1,4 @@
-"""What `check_run` resolves on simulated GPUs: the layout and the recomputation, for the kernels of the run."""
+"""What `check` resolves on simulated GPUs: the layout and the recomputation, for the kernels of the run."""
 
 import dataclasses
 import os
@@ -10,25 +10,27 @@ import torch
 from entry_points import slurm_task
 from runs import tiny_run
 
-from lmscale.config import ParallelConfig, Recompute
-from lmscale.config.layout import ParallelRequest
+from lmscale.config import Layout, Recompute
+from lmscale.config.layout import ParallelConfig
 from lmscale.launcher import World
-from lmscale.planner.job import rank_memory, usable_bytes
-from lmscale.training import pretrain
+from lmscale.planner.workload import rank_memory, usable_bytes
+from lmscale.training import fit, pretrain, resolve
+from lmscale.training.job import Job
+from lmscale.training.output import resuming
 from lmscale.training.output.announcement import describe_idle_gpus
-from lmscale.training.runtime import fit, kernel_choice, launch, preflight
-from lmscale.training.runtime.run import new_trainer
+from lmscale.training.runtime import gpu_settings
+from lmscale.training.runtime.session import new_trainer
 
 
 @pytest.fixture
 def gpu_of(monkeypatch) -> Callable[[int], None]:
-    """Simulates eight GPUs with this many bytes each for a rank's tensors, as far as `check_run` looks at them."""
+    """Simulates eight GPUs with this many bytes each for a rank's tensors, as far as `check` looks at them."""
 
     def simulate(usable: int) -> None:
         monkeypatch.setattr(fit, "device_memory", lambda _: usable - usable_bytes(0, True))
 
-    monkeypatch.setattr(preflight, "resolve_accelerator", lambda requested: "gpu")
-    monkeypatch.setattr(preflight, "set_allocator", lambda cuda_graphs: None)
+    monkeypatch.setattr(resolve, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(gpu_settings, "set_allocator", lambda cuda_graphs: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     return simulate
 
@@ -36,34 +38,34 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
 def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_path, gpu_of) -> None:
     changes = {"optimizer__moments": "bf16", "precision__dtype": "bf16", "micro_batch_size": 1}
     run = tiny_run("gpt", tmp_path, compile="auto", parallel__tp_size="auto", **changes)
-    job = fit.job_of(run)
+    job = fit.workload_of(run)
     eager, compiled = (
-        rank_memory(dataclasses.replace(job, compiles=compiles), ParallelConfig(), True).total
-        for compiles in (False, True)
+        rank_memory(dataclasses.replace(job, compiles=compiles), Layout(), True).total for compiles in (False, True)
     )
     assert compiled < eager  # whose update of bf16 moments has temporaries
     gpu_of(compiled)
-    _, _, layout, kernels, _ = preflight.check_run(run)
-    assert (layout.tp_size, kernels.compiles) == (1, True)
+    checked = resolve.check(run)
+    assert (checked.layout.tp_size, checked.kernels.compiles) == (1, True)
     gpu_of(eager - 1)
-    assert preflight.check_run(dataclasses.replace(run, compile=False))[2].tp_size == 2
+    assert resolve.check(dataclasses.replace(run, compile=False)).layout.tp_size == 2
 
 
 def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_run_keeps(
     tmp_path, monkeypatch, gpu_of
 ) -> None:
-    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", model__attention="auto", model__recompute="auto")
+    run = tiny_run(
+        "gpt", tmp_path, precision__dtype="bf16", model__attention="auto", model__recompute="auto", resume="auto"
+    )
     before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
-    monkeypatch.setattr(kernel_choice, "read_metadata", lambda path: before)
-    monkeypatch.setattr(preflight, "find_checkpoint", lambda run: "checkpoint")
-    job = fit.job_of(dataclasses.replace(run, model=run.model.with_attention("exact")))
+    monkeypatch.setattr(resuming, "read_metadata", lambda path: before)
+    monkeypatch.setattr(resuming, "find_checkpoint", lambda run: "checkpoint")
+    job = fit.workload_of(run, attention="exact")
     none, selective = (
-        rank_memory(job.change(recompute=mode), ParallelConfig(), True).total
-        for mode in (Recompute.NONE, Recompute.SELECTIVE)
+        rank_memory(job.change(recompute=mode), Layout(), True).total for mode in (Recompute.NONE, Recompute.SELECTIVE)
     )
     assert selective < none
     gpu_of(none - 1)  # enough for a fused core
-    model = preflight.check_run(run)[0].model
+    model = resolve.check(run).model
     assert (model.attention, model.recompute) == ("exact", Recompute.SELECTIVE)
 
 
@@ -77,48 +79,48 @@ def test_dp_size_auto_takes_as_many_gpus_as_the_batch_allows(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     micro, whole = batch
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=micro, global_batch_size=whole)
-    run = dataclasses.replace(run, parallel=ParallelRequest())
-    layout = preflight.check_run(run)[2]
-    assert layout == ParallelConfig(1, dp_size)
-    said = describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu"))
+    run = dataclasses.replace(run, parallel=ParallelConfig())
+    layout = resolve.check(run).layout
+    assert layout == Layout(tp_size=1, dp_size=dp_size)
+    said = describe_idle_gpus(Job(run=run, layout=layout, accelerator="gpu"))
     number = (
         f"dp_size=auto: {dp_size} of {gpus} GPUs, because it must divide the {whole // micro} micro-batches of a step"
     )
     assert said == ("" if dp_size == gpus else f"; {number}")
 
 
-@pytest.mark.parametrize("gpus, layout", [(8, ParallelConfig(1, 2)), (6, ParallelConfig(4, 1))])
+@pytest.mark.parametrize("gpus, layout", [(8, Layout(tp_size=1, dp_size=2)), (6, Layout(tp_size=4, dp_size=1))])
 def test_gpus_that_another_launcher_or_the_tensor_ranks_leave_are_not_put_down_to_the_batch(
-    tmp_path, monkeypatch, gpus: int, layout: ParallelConfig
+    tmp_path, monkeypatch, gpus: int, layout: Layout
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     run = tiny_run("gpt", tmp_path, micro_batch_size=4, global_batch_size=512)
-    run = dataclasses.replace(run, parallel=ParallelRequest())
-    assert describe_idle_gpus(SimpleNamespace(run=run, layout=layout, accelerator="gpu")) == ""
+    run = dataclasses.replace(run, parallel=ParallelConfig())
+    assert describe_idle_gpus(Job(run=run, layout=layout, accelerator="gpu")) == ""
 
 
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:
     gpu_of(2**40)
-    monkeypatch.setattr(preflight, "world_from_outside", lambda: World("srun", 8, 8, 0, 0))
+    monkeypatch.setattr(resolve, "world_from_outside", lambda: World("srun", 8, 8, 0, 0))
     sizes = {"micro_batch_size": 8, "global_batch_size": 16}
-    run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelRequest())
+    run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelConfig())
     with pytest.raises(ValueError, match=r"`global_batch_size` must be a multiple .* \(8 x 8\), but is 16"):
-        preflight.check_run(run)
-    assert preflight.check_run(dataclasses.replace(run, micro_batch_size=2))[2] == ParallelConfig(1, 8)
+        resolve.check(run)
+    assert resolve.check(dataclasses.replace(run, micro_batch_size=2)).layout == Layout(tp_size=1, dp_size=8)
 
 
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
     sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
-    needed = rank_memory(fit.job_of(run), ParallelConfig(), True).total
+    needed = rank_memory(fit.workload_of(run), Layout(), True).total
     gpu_of(needed)
-    assert preflight.check_run(run)[2] == ParallelConfig(1, 1, batch_halves=True)
+    assert resolve.check(run).layout == Layout(tp_size=1, dp_size=1, batch_halves=True)
     gpu_of(needed - 1)
     with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
-        preflight.check_run(run)
+        resolve.check(run)
     even = dataclasses.replace(run, micro_batch_size=2)
-    gpu_of(rank_memory(fit.job_of(even), ParallelConfig(), True).total - 1)
-    assert preflight.check_run(even)[2] == ParallelConfig(2, 1, batch_halves=True)
+    gpu_of(rank_memory(fit.workload_of(even), Layout(), True).total - 1)
+    assert resolve.check(even).layout == Layout(tp_size=2, dp_size=1, batch_halves=True)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
 )
 def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_path, variables, size, rank) -> None:
     monkeypatch.setattr(os, "environ", dict(variables))
-    trainer = new_trainer(SimpleNamespace(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=ParallelConfig()))
+    trainer = new_trainer(Job(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=Layout()))
     found = trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.strategy.launcher
     assert found == (size, rank, rank, 0, None)
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == (str(size), str(size))
@@ -136,14 +138,15 @@ def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_p
 
 
 def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(launch, "world_from_outside", lambda: World("srun", 2, 2, 0, 0))
+    monkeypatch.setattr(resolve, "world_from_outside", lambda: World("srun", 2, 2, 0, 0))
+    monkeypatch.setattr(resolve, "_may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 .*--gpus-per-node"):
-        launch.resolve_accelerator("auto")
-    assert launch.resolve_accelerator("cpu") == "cpu"
+        resolve.resolve_accelerator("auto")
+    assert resolve.resolve_accelerator("cpu") == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert launch.resolve_accelerator("auto") == "gpu"
+    assert resolve.resolve_accelerator("auto") == "gpu"
 
 
 def test_a_run_leaves_the_determinism_that_the_environment_asks_for_and_undoes_that_of_the_run_before(

@@ -41,8 +41,8 @@ warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", c
 
 
 @dataclass(frozen=True)
-class Run:
-    """A running job on this rank.
+class RankSession:
+    """A job that runs on this rank.
 
     Args:
         folder: the run folder, the same on all ranks and locked for this job.
@@ -78,13 +78,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     torch.set_float32_matmul_precision(run.trainer.matmul_precision)
     keep_partial_sums_in_fp32()
     strategy = TensorParallelStrategy(
-        job.layout.tp_size,
-        sequence_parallel=job.layout.sequence_parallel,
-        zero1=job.layout.zero1,
-        batch_halves=job.layout.batch_halves,
-        pad_heads=job.layout.pad_heads,
-        timeout_minutes=run.parallel.timeout_minutes,
-        shared_memory=run.parallel.shared_memory,
+        job.layout, timeout_minutes=run.parallel.timeout_minutes, shared_memory=run.parallel.shared_memory
     )
     trainer = L.Trainer(
         accelerator=job.accelerator,
@@ -110,7 +104,9 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     return trainer
 
 
-def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], stops_on_signal: bool = True) -> int:
+def run_on_this_rank(
+    job: Job, trainer: L.Trainer, train: Callable[[RankSession], int], stops_on_signal: bool = True
+) -> int:
     """Start the process group, lock the run folder, and call `train`; clean up however it ends.
 
     Args:
@@ -132,13 +128,13 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
     watchdog.start()
     try:
         strategy.setup_environment()
-        num_threads, reason = share_cores(run.trainer.num_threads)  # after Lightning's own
-        if job.accelerator == "cpu":
+        num_threads, reason = share_cores(job.num_threads)  # after Lightning's own
+        if not job.on_gpu:
             keep_heap()
         folder = watchdog.folder = _lock_folder(strategy, Path(run.run_dir), lock)
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
-        return train(Run(trainer, folder, watchdog, interruption, Ending(), num_threads))
+        return train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
     except (CheckpointError, ScheduleDiffersError, SharedMemoryError) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -155,7 +151,7 @@ def run_on_this_rank(job: Job, trainer: L.Trainer, train: Callable[[Run], int], 
         _end_process_group(failed=sys.exc_info()[0] is not None)
         watchdog.stop()
         gc.collect()  # frees memory for the next job of a sweep in this process
-        if job.accelerator == "gpu":
+        if job.on_gpu:
             torch.cuda.empty_cache()
 
 

@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...config.layout import ParallelRequest
-from ...config.plan import PlanConfig
-from ...config.pretrain import RunConfig
-from ...results import count_cores, cpu_model
+from ..config.layout import ParallelConfig
+from ..config.plan import PlanConfig
+from ..config.pretrain import RunConfig
+from ..results import count_cores, cpu_model
 
 LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
 _OPTIONS = ("sequence_parallel", "zero1", "batch_halves", "pad_heads", "shared_memory")  # as they were requested
@@ -19,11 +17,17 @@ _OPTIONS = ("sequence_parallel", "zero1", "batch_halves", "pad_heads", "shared_m
 
 def count_devices(is_gpu: bool) -> int:
     """GPUs of this machine, or the cores that this process may use."""
-    return torch.cuda.device_count() if is_gpu else count_cores()
+    if not is_gpu:
+        return count_cores()
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def measured_for(config: PlanConfig | RunConfig, is_gpu: bool, compiles: bool) -> dict[str, Any]:
     """What the time of a step depends on besides the layout, by key; of the machine its processor and devices."""
+    if is_gpu:
+        import torch
     return {
         **{f"model.{key}": value for key, value in config.model.to_dict().items()},
         **{f"parallel.{name}": getattr(config.parallel, name) for name in _OPTIONS},
@@ -45,18 +49,15 @@ def digest(measured: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
 
 
-def take_measured_layout(run: RunConfig, is_gpu: bool) -> tuple[ParallelRequest, RunConfig]:
-    """The fastest layout of `parallel.record` as a request, and the run with the threads it was measured with.
-
-    Args:
-        run: with `compile` resolved.
+def read_measured_layout(run: RunConfig, is_gpu: bool, compiles: bool) -> tuple[ParallelConfig, int | None]:
+    """The fastest layout of `parallel.record` as a request, and the threads per rank that it was measured with.
 
     Raises:
         ValueError: the record is missing or damaged, or of another training or machine; names what differs.
     """
     path, threads = run.parallel.record, run.trainer.num_threads
     measured, best = _read(Path(path))
-    here = json.loads(json.dumps(measured_for(run, is_gpu, run.compile)))
+    here = json.loads(json.dumps(measured_for(run, is_gpu, compiles)))
     different = [
         f"{key} {measured.get(key)!r} instead of {value!r}" for key, value in here.items() if measured.get(key) != value
     ]
@@ -70,7 +71,7 @@ def take_measured_layout(run: RunConfig, is_gpu: bool) -> tuple[ParallelRequest,
             f"{', '.join(different)}; measure again with `python src/plan.py measure=N`"
         )
     request = dataclasses.replace(run.parallel, record=None, **{name: best[name] for name in LAYOUT})
-    return request, dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, num_threads=best["threads"]))
+    return request, best["threads"]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..config import ParallelConfig, Recompute, TransformerConfig
+from ..config import Layout, Recompute, TransformerConfig
 from ..partition import part_sizes
 from .memory import BYTES, FP32_BYTES, GIB, HALF_BYTES, MemoryEstimate, estimate_memory
 from .params import parameter_sizes
@@ -16,7 +16,7 @@ STAND_IN_VOCAB_SIZE = 2000  # ids, used before the tokenizer is known; padding m
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """The training of every rank and its length, without the grid of ranks.
 
     Args:
@@ -39,16 +39,16 @@ class Job:
     half_moments: bool = False
     compiles: bool = False
 
-    def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Job":
+    def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Workload":
         """The same training with a different micro-batch or recomputation mode."""
         config = self.config if recompute is None else dataclasses.replace(self.config, recompute=recompute)
         return dataclasses.replace(self, config=config, micro_batch_size=micro_batch_size or self.micro_batch_size)
 
-    def num_micro_batches(self, layout: ParallelConfig) -> int:
+    def num_micro_batches(self, layout: Layout) -> int:
         """Forward passes of a rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
 
-    def overrides(self, layout: ParallelConfig) -> str:
+    def overrides(self, layout: Layout) -> str:
         """This job on a grid as overrides of `train.py` and `plan.py`."""
         return (
             f"parallel.tp_size={layout.tp_size} parallel.dp_size={layout.dp_size} "
@@ -60,7 +60,7 @@ class Job:
         )
 
 
-def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimate:
+def rank_memory(job: Workload, layout: Layout, on_gpu: bool) -> MemoryEstimate:
     """Bytes of one rank, see `estimate_memory`.
 
     Raises:
@@ -83,7 +83,7 @@ def rank_memory(job: Job, layout: ParallelConfig, on_gpu: bool) -> MemoryEstimat
     )
 
 
-def checkpoint_bytes(job: Job, layout: ParallelConfig) -> int:
+def checkpoint_bytes(job: Workload, layout: Layout) -> int:
     """Bytes of a checkpoint that one rank writes, at most: its weights, in fp32 at least, and their moments.
 
     With `checkpoint.async` the rank holds them in host memory. Left out: tensors that all tensor ranks have are written
@@ -106,8 +106,8 @@ def largest_dp_size(num_micro_batches: int, largest: int) -> int:
 
 
 def smallest_layout(
-    job: Job, layout_at: Callable[[int], ParallelConfig | None], usable: int, on_gpu: bool, largest: int | None = None
-) -> ParallelConfig | None:
+    job: Workload, layout_at: Callable[[int], Layout | None], usable: int, on_gpu: bool, largest: int | None = None
+) -> Layout | None:
     """The layout with the smallest power of two as `tp_size` that divides the model and whose rank fits.
 
     Args:
@@ -130,7 +130,7 @@ def smallest_layout(
     return None
 
 
-def first_mode_that_fits(job: Job, layout: ParallelConfig, usable: int, on_gpu: bool) -> Recompute | None:
+def first_mode_that_fits(job: Workload, layout: Layout, usable: int, on_gpu: bool) -> Recompute | None:
     """The mode that recomputes least among those with at most `usable` bytes per rank; None if there is none."""
     fits = (mode for mode in Recompute if rank_memory(job.change(recompute=mode), layout, on_gpu).total <= usable)
     return next(fits, None)

@@ -1,0 +1,139 @@
+"""Whether a run fits this machine: its memory, cores and run folder; no torch on a host without GPUs."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ..config import Layout, Recompute
+from ..config.family import family_of
+from ..config.pretrain import RunConfig
+from ..launcher import World
+from ..planner.memory import GIB
+from ..planner.workload import (
+    STAND_IN_VOCAB_SIZE,
+    Workload,
+    checkpoint_bytes,
+    first_mode_that_fits,
+    rank_memory,
+    smallest_layout,
+    usable_bytes,
+)
+from .runtime.host_memory import host_memory_available
+
+WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
+SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
+
+
+def workload_of(run: RunConfig, compiles: bool = False, attention: str = "sdpa") -> Workload:
+    """The run as the planner sees it; until `model.recompute=auto` is resolved, nothing is recomputed.
+
+    Args:
+        attention: in place of `model.attention=auto`.
+    """
+    return Workload(
+        run.model.resolve(STAND_IN_VOCAB_SIZE, attention),
+        run.micro_batch_size,
+        run.global_batch_size,
+        run.data.seq_length,
+        run.precision.dtype,
+        run.trainer.max_steps,
+        half_moments=run.optimizer.moments == "bf16",
+        compiles=compiles,
+    )
+
+
+def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: World | None) -> None:
+    """Refuse more threads, loader processes or sequences than this host can hold, and an unwritable run folder.
+
+    Raises:
+        ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core; a step
+            whose sequences, which the rank loads before the step, do not fit into the free memory.
+    """
+    cores = os.cpu_count() or 1
+    bounds = {"trainer.num_threads": (num_threads, cores, "")}
+    bounds["data.num_workers"] = (run.data.num_workers, WORKERS_PER_CORE * cores, f"{WORKERS_PER_CORE} times ")
+    for name, (value, bound, times) in bounds.items():
+        if value is not None and value > bound:
+            raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
+    num_tensors = family_of(run.model.family).num_sample_tensors  # int64 [s], per sample and once more stacked
+    sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
+    there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
+    largest = there // (sequence * ranks) * layout.dp_size
+    if run.global_batch_size > largest:
+        raise ValueError(
+            f"`global_batch_size` must be at most {largest:,}, the sequences of a step that fit the "
+            f"{there / 2**30:.1f} GiB free on this host, but is {run.global_batch_size:,}"
+        )
+    if Path(run.run_dir).exists() and not os.access(run.run_dir, os.W_OK | os.X_OK):
+        raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
+
+
+def check_memory(name: str, workload: Workload, layout: Layout, world: World | None, on_gpu: bool) -> None:
+    """Refuse a run whose weights, gradients, optimizer state and activations cannot fit.
+
+    On a CPU the local ranks share the host's memory; on GPUs each has its own.
+
+    Args:
+        name: of the run.
+
+    Raises:
+        ValueError: with the bytes needed per rank, the bytes available and the smallest layout that would fit such
+            devices: of this job, or else with the smallest micro-batch and full recomputation.
+    """
+    sharing = 1 if on_gpu else world.local_size if world is not None else layout.world_size
+    there, needed = device_memory(on_gpu), rank_memory(workload, layout, on_gpu).total
+    if needed <= usable_bytes(there, on_gpu, sharing):
+        return
+    least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
+    device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
+    for smaller in (workload, least):
+        fits = smallest_layout(smaller, lambda tp: replace(layout, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
+        if fits is not None:
+            way_out = (
+                f"the smallest layout that fits is {smaller.overrides(fits)} on {fits.world_size} {device}(s) {size}"
+            )
+            break
+    else:
+        way_out = (
+            f"no tp_size that divides this model fits {device}s {size}, even with micro_batch_size="
+            f"{least.micro_batch_size} model.recompute=full"
+        )
+    mode = first_mode_that_fits(workload, layout, usable_bytes(there, on_gpu, sharing), on_gpu)
+    if mode is not None:
+        way_out += f"; here model.recompute={mode.value} fits"
+    elif smaller is workload and workload.config.recompute is not Recompute.FULL:
+        way_out += "; model.recompute=full and a smaller micro_batch_size need less"
+    reserved = -usable_bytes(0, on_gpu)
+    raise ValueError(
+        f"the memory a rank needs must be at most what its {device} has{free}: {name} at {workload.dtype}, "
+        f"tp_size {layout.tp_size}, micro_batch_size {workload.micro_batch_size} needs {needed:,} bytes "
+        f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "
+        f"this {device}, which has {there:,} bytes ({there / GIB:.1f} GiB){free}; {way_out}"
+    )
+
+
+def check_background_saves(workload: Workload, layout: Layout, world: World | None, on_gpu: bool) -> None:
+    """Refuse to save in the background where the host cannot hold the copies that its ranks write from.
+
+    On a CPU the ranks train in the same memory.
+
+    Raises:
+        ValueError: with the bytes of a rank's copies and of the host.
+    """
+    ranks = world.local_size if world is not None else layout.world_size
+    copies, there = checkpoint_bytes(workload, layout), host_memory_available()
+    in_use = 0 if on_gpu else rank_memory(workload, layout, False).total
+    if copies + in_use > usable_bytes(there, False, ranks):
+        raise ValueError(
+            f"`checkpoint.async` must be false where the host, with {there / GIB:.1f} GiB free, cannot hold {copies:,} "
+            f"bytes ({copies / GIB:.1f} GiB) more for each of its {ranks} rank(s), but is true"
+        )
+
+
+def device_memory(on_gpu: bool) -> int:
+    """Bytes available to the ranks on a device: all memory of the first GPU, or the free memory of the host."""
+    if on_gpu:
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory
+    return host_memory_available()
