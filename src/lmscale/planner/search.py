@@ -85,7 +85,7 @@ def rank_layouts(
     for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
         if num_devices % tp_size:
             continue
-        layout = request.resolve(tp_size, num_devices // tp_size)
+        layout = request.layout(tp_size=tp_size, dp_size=num_devices // tp_size)
         layouts = _with_options(layout, cluster) if compares_options else [layout]
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
@@ -139,7 +139,9 @@ def rank_on_machine(
     for num_ranks in counts:
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
         sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks, request.pad_heads) if num_ranks % tp_size == 0]
-        for layout in (each for p in sizes for each in _with_options(request.resolve(p, num_ranks // p), cluster)):
+        for layout in (
+            each for p in sizes for each in _with_options(request.layout(tp_size=p, dp_size=num_ranks // p), cluster)
+        ):
             if not divides(job, layout):
                 continue
             tried = [make_plan(job.change(recompute=mode), layout, device) for mode in modes]
