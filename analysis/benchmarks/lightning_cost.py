@@ -25,7 +25,7 @@ from lmscale.models import build_model
 from lmscale.parallel import sample_dropout_keys
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training import pretrain as pretraining
-from lmscale.training.step.module import PretrainModule
+from lmscale.training.module import PretrainModule
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ class PairedModule(PretrainModule):
 
     def take_bare_step(self) -> None:
         """One step of a minimal training loop."""
-        (batch,) = next(self.bare_batches)
+        batch = next(self.bare_batches)
         self.bare_optimizer.zero_grad()
         keys = sample_dropout_keys(self.seed, batch["sample_numbers"])
         loss = self.bare_model(batch["tokens"], batch["labels"], keys) / batch["labels"].numel()

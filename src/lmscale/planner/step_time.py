@@ -79,7 +79,7 @@ class StepTime:
 class Techniques:
     """Techniques that the paper did not use, for what-if tables; the defaults are this project's, with one exception.
 
-    This project reduces gradients during the last backward pass (DDP, `GradientBuffer`). A plan counts their full time:
+    This project reduces gradients during the last backward pass (`GradientBuffer`). A plan counts their full time:
     how much of it is hidden was not measured on any cluster.
 
     Args:

@@ -14,6 +14,7 @@ from ..data.prepare import prepare_corpus, warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .callbacks import add_callbacks
 from .job import PretrainJob
+from .module import PretrainModule
 from .output.announcement import warn_of_costly_validation
 from .output.events import optional_loggers
 from .output.metrics_file import MetricsFile
@@ -28,7 +29,6 @@ from .runtime.exit_codes import DONE
 from .runtime.kernel_choice import describe_compile, settle_kernels
 from .runtime.preflight import check_run
 from .runtime.run import Run, new_trainer, run_on_this_rank
-from .step.module import PretrainModule
 
 
 def prepare_job(run: RunConfig) -> PretrainJob:
@@ -120,13 +120,12 @@ def train_from(job: PretrainJob, start: Start, running: Run) -> int:
 
 
 def build_trainer(job: PretrainJob) -> L.Trainer:
-    """Lightning's Trainer, whose batches are micro-batches."""
-    trainer, num_micro_batches = job.run.trainer, job.batch.num_micro_batches
+    """Lightning's Trainer, whose batches are optimizer steps."""
+    trainer = job.run.trainer
     return new_trainer(
         job,
         max_steps=min(trainer.max_steps, trainer.stop_after_steps or trainer.max_steps),
-        accumulate_grad_batches=num_micro_batches,
-        val_check_interval=num_micro_batches * (trainer.validate_every_steps or trainer.max_steps + 1),
+        val_check_interval=trainer.validate_every_steps or trainer.max_steps + 1,
         # False would undo TORCHINDUCTOR_DETERMINISTIC=1; after a deterministic run of the same process it must be said.
         deterministic=job.run.deterministic or (False if torch.are_deterministic_algorithms_enabled() else None),
     )
@@ -141,6 +140,7 @@ def build_module(job: PretrainJob, start: Start, running: Run) -> PretrainModule
         run.schedule,
         precision=run.precision,
         seed=run.seed,
+        micro_batch_size=run.micro_batch_size,
         loss_reduction=run.loss_reduction,
         dropout_seeds=run.dropout_seeds,
         kernels=job.kernels,
