@@ -12,12 +12,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS, COUNTING = "tests/training/test_attention_seeds.py", "tests/training/test_counters.py"
 UNIQUE = f"{SEEDS}::test_unique_seeds_give_every_rank_step_and_micro_step_its_own_mask"
 MODULE, COUNTERS = "src/lmscale/training/step/module.py", "src/lmscale/training/step/counters.py"
-SEED_CALL = "seed_rank_generator(self.seed, step, self._micro_step, self._dropout_rank, {})"
+SEED_CALL = "seed_rank_generator(self.seed, step, index, self.dropout_rank, {})"
 LOSS = "src/lmscale/parallel/chunked_cross_entropy.py"
 SUMS = "tests/parallel/test_cross_entropy.py::test_gradients_of_half_weights_and_biases_are_summed_over_chunks_in_fp32"
 # Name -> file, correct text, text with the mistake, the test that detects it. The first is a bug this project had.
 CHANGES = {
-    "tensor rank left out of the seed": (MODULE, SEED_CALL.format("tp_rank"), SEED_CALL.format("0"), UNIQUE),
+    "tensor rank left out of the seed": (
+        MODULE,
+        SEED_CALL.format("self.parallel.tp_rank"),
+        SEED_CALL.format("0"),
+        UNIQUE,
+    ),
     "data ranks share unique masks": (
         MODULE,
         'return 0 if self.dropout_seeds == "shared" else self.parallel.dp_rank',
@@ -26,8 +31,8 @@ CHANGES = {
     ),
     "micro-step left out of the seed": (
         MODULE,
-        SEED_CALL.format("tp_rank"),
-        SEED_CALL.format("tp_rank").replace("self._micro_step", "0"),
+        SEED_CALL.format("self.parallel.tp_rank"),
+        SEED_CALL.format("self.parallel.tp_rank").replace("index", "0"),
         UNIQUE,
     ),
     "clip factor from the norm with the loss scale": (
@@ -43,7 +48,7 @@ CHANGES = {
         f"{COUNTING}::test_growth_of_the_loss_scale_restores_the_hysteresis",
     ),
     "rate of the step instead of the update": (
-        "src/lmscale/training/step/schedule.py",
+        "src/lmscale/training/step/learning_rate.py",
         "self.optimizer.counters.known.num_updates + 1",
         "self.optimizer.counters.known.num_updates + self.optimizer.counters.known.num_skipped + 1",
         "tests/training/test_schedule.py::test_skipped_steps_do_not_advance_the_rate",

@@ -1,8 +1,7 @@
 """Two optimizer steps, with the replica check, and one validation step of the pretraining module on fake CUDA tensors.
 
 Runs in its own process: `python fake_step.py GUARD '[{"layout": "tp8", "rank": "last", ...}, ...]'` prints, as JSON,
-what `DeviceWatch` recorded for each case. Lightning's Trainer is replaced by its order of calls. DDP, which sums the
-gradients of fp32 over the data ranks, is left out.
+what `DeviceWatch` recorded for each case. Lightning's Trainer is replaced by its order of calls.
 """
 
 import json
@@ -44,9 +43,8 @@ class StepOrder:
 
     def __init__(self, context: Any, device: Any) -> None:
         self.strategy = SimpleNamespace(parallel=context, root_device=device, model=None, any_rank=lambda *flags: flags)
-        self.accumulate_grad_batches, self.optimizers, self.is_last = NUM_MICRO_BATCHES, [], False
+        self.accumulate_grad_batches, self.optimizers = 1, []
         self.precision, self.gradient_clip_algorithm, self.callbacks = "32-true", None, []
-        self.fit_loop = SimpleNamespace(_should_accumulate=lambda: not self.is_last)
 
     def build(self, module: Any) -> None:
         """Build model, optimizer and schedule."""
@@ -72,26 +70,17 @@ class StepOrder:
         """One optimizer step."""
         (optimizer,) = self.optimizers
 
-        def forward_backward(index: int) -> Any:
-            for callback in self.callbacks:
-                callback.on_train_batch_start(self, module, micro_batches[index], index)
-            loss = module.training_step(micro_batches[index], index)
-            if index == 0:
-                optimizer.zero_grad()
-            module.backward(loss / len(micro_batches))
-            if self.is_last:
-                module.configure_gradient_clipping(optimizer)
-            return loss
+        def closure() -> None:
+            module.backward(module.training_step(micro_batches, 0))
+            module.configure_gradient_clipping(optimizer)
 
-        self.is_last, last = False, len(micro_batches) - 1
-        for index in range(last):
-            forward_backward(index)
-        self.is_last = True
-        module.optimizer_step(0, last, optimizer, lambda: forward_backward(last))
-        module.lr_schedulers().step()
-        module.on_train_batch_end(None, micro_batches[last], last)
         for callback in self.callbacks:
-            callback.on_train_batch_end(self, module, None, micro_batches[last], last)
+            callback.on_train_batch_start(self, module, micro_batches, 0)
+        module.optimizer_step(0, 0, optimizer, closure)
+        module.lr_schedulers().step()
+        module.on_train_batch_end(None, micro_batches, 0)
+        for callback in self.callbacks:
+            callback.on_train_batch_end(self, module, None, micro_batches, 0)
 
     def validate(self, module: Any, micro_batch: dict) -> None:
         """One validation step."""
@@ -115,7 +104,7 @@ def run_step(case: dict) -> dict:
     from lmscale.config import TransformerConfig
     from lmscale.config.training import OptimizerConfig, PrecisionConfig
     from lmscale.kernels import Kernels
-    from lmscale.training.step.module import PretrainModule
+    from lmscale.training.module import PretrainModule
 
     dropouts = dict.fromkeys(("hidden_dropout", "attention_dropout"), case["dropout"])
     choices = {name: case[name] for name in ("norm_order", "recompute", "attention")}
@@ -133,7 +122,6 @@ def run_step(case: dict) -> dict:
         order.build(module)
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         micro_batches = [micro_batch(case["family"]) for _ in range(NUM_MICRO_BATCHES)]
-        micro_batches[0]["step_counts"] = torch.ones(len(module.loss_terms), dtype=torch.float64, device="cuda")
         error = None
         with DeviceWatch() as watch, planted(case.get("fault")):
             try:
@@ -161,8 +149,8 @@ def micro_batch(family: str) -> dict[str, Any]:
     def ids(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device="cuda")
 
-    batch = {"tokens": ids(SAMPLES, LENGTH), "labels": ids(SAMPLES, LENGTH), "sample_numbers": ids(SAMPLES)}
-    batch["sample_indices"] = ids(SAMPLES)
+    batch = {"tokens": ids(SAMPLES, LENGTH), "labels": ids(SAMPLES, LENGTH)}
+    batch |= {name: ids(SAMPLES) for name in ("sample_numbers", "sample_indices", "dropout_numbers")}
     if family == "bert":
         batch |= {"token_types": ids(SAMPLES, LENGTH), "sop_labels": ids(SAMPLES), "scored": ids(37)}
         batch["attention_mask"] = torch.ones(SAMPLES, LENGTH, dtype=torch.bool, device="cuda")

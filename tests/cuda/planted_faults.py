@@ -17,7 +17,7 @@ def planted(fault: str | None) -> Iterator[None]:
     import lmscale.models.transformer
     import lmscale.parallel.rng
     import lmscale.parallel.sequence_parallel
-    import lmscale.training.step.validation  # noqa: F401
+    import lmscale.training.module  # noqa: F401
 
     target, make = FAULTS[fault]
     with mock.patch(target, make()):
@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "columns from four": ("lmscale.parallel.rng.counter_keep_mask", columns_from_four),
     "sites on the host": ("lmscale.models.transformer.site_keys", sites_on_the_host),
     "loss checked by the host": (
-        "lmscale.training.step.validation.ValidatedModule.loss_sums",
+        "lmscale.training.module.PretrainModule.loss_sums",
         loss_checked_by_the_host,
     ),
     "graph break": ("lmscale.models.layer.TransformerLayer._drop", graph_break),

@@ -1,6 +1,6 @@
 """A training step on fake CUDA tensors: no operation mixes devices, and the host does not wait for the device.
 
-Not covered: DDP (fp32 on several data ranks without ZeRO-1), CUDA graphs, Lightning's own Trainer, and its callbacks
+Not covered: CUDA graphs, Lightning's own Trainer, and its callbacks
 except the replica check.
 """
 

@@ -10,11 +10,13 @@ from corpora import local_config, prepare_texts
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lmscale.config import BatchConfig
+from lmscale.config import BatchConfig, TransformerConfig
 from lmscale.config.data import DataConfig
 from lmscale.data import datamodule
 from lmscale.data.datamodule import PretrainDataModule, TextDataModule
-from lmscale.data.loading import MicroBatches
+from lmscale.data.loading import cut_step
+from lmscale.parallel import ParallelContext
+from lmscale.training.module import GPTModule
 
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(120)]
 NUM_STEPS = 9
@@ -30,13 +32,9 @@ def make(prepared, dp_rank=0, dp_size=1, micro=2, batch=12, num_validation=None,
     sizes = BatchConfig(micro, batch, dp_size)
     module = PretrainDataModule(prepared, config, sizes, 7, NUM_STEPS, num_validation)
     parallel = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size)
-    module.trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=parallel, root_device=torch.device("cpu")))
+    strategy = SimpleNamespace(parallel=parallel, root_device=torch.device("cpu"))
+    module.trainer = SimpleNamespace(strategy=strategy, global_step=0)
     return module
-
-
-def joined(steps: list[list[dict]]) -> list[dict[str, torch.Tensor]]:
-    """Each step's micro-batches as one batch."""
-    return [{key: torch.cat([micro[key] for micro in step]) for key in step[0]} for step in steps]
 
 
 def equal(a: list[dict], b: list[dict]) -> bool:
@@ -45,40 +43,34 @@ def equal(a: list[dict], b: list[dict]) -> bool:
     )
 
 
-def test_a_step_is_a_list_of_micro_batches_with_run_wide_sample_numbers(prepared) -> None:
-    loader = make(prepared, dp_rank=1, dp_size=2, micro=3).step_loader()
+def test_a_step_is_one_batch_with_run_wide_sample_numbers(prepared) -> None:
+    loader = make(prepared, dp_rank=1, dp_size=2, micro=3).train_dataloader()
     steps = list(loader)
     assert len(loader) == len(steps) == NUM_STEPS
     for number, step in enumerate(steps):
-        assert [len(micro["tokens"]) for micro in step] == [3, 3]
-        numbers = torch.cat([micro["sample_numbers"] for micro in step])
-        assert numbers.tolist() == list(range(12 * number + 6, 12 * number + 12))
+        assert step["sample_numbers"].tolist() == list(range(12 * number + 6, 12 * number + 12))
     expected = dict.fromkeys(("tokens", "labels", "sample_numbers", "sample_indices"), torch.int64)
     if prepared.architecture == "bert":
         expected |= {"token_types": torch.int64, "attention_mask": torch.bool, "sop_labels": torch.int64}
-    assert {key: value.dtype for key, value in step[0].items()} == expected
-    assert step[0]["tokens"].shape == (3, 19) and step[0]["sample_numbers"].shape == (3,)
+    assert {key: value.dtype for key, value in step.items()} == expected
+    assert step["tokens"].shape == (6, 19) and step["sample_numbers"].shape == (6,)
 
 
 @pytest.mark.parametrize(("dp_size", "micro"), [(1, 4), (2, 3), (3, 1), (4, 3)])
 def test_the_global_batch_is_the_same_at_every_layout(prepared, dp_size, micro) -> None:
-    whole = joined(list(make(prepared).step_loader()))
-    shares = [joined(list(make(prepared, r, dp_size, micro).step_loader())) for r in range(dp_size)]
+    whole = list(make(prepared).train_dataloader())
+    shares = [list(make(prepared, r, dp_size, micro).train_dataloader()) for r in range(dp_size)]
     together = [{key: torch.cat([share[i][key] for share in shares]) for key in whole[0]} for i in range(NUM_STEPS)]
     assert equal(together, whole)
 
 
-def test_a_resumed_loader_continues_where_the_run_stopped_and_keeps_its_length(prepared) -> None:
-    whole = joined(list(make(prepared).step_loader()))
-    stopped = make(prepared)
-    stopped.completed_steps = 4
-    resumed = make(prepared, micro=6)
-    resumed.load_state_dict(stopped.state_dict())
-    loader = resumed.step_loader()
+def test_each_epoch_of_a_loader_begins_after_the_completed_steps_and_it_keeps_its_length(prepared) -> None:
+    module = make(prepared)
+    loader = module.train_dataloader()
+    whole = list(loader)
+    module.trainer.global_step = 4
     assert len(loader) == NUM_STEPS  # Lightning accounts for restored steps itself
-    assert equal(joined(list(loader)), whole[4:])
-    with pytest.raises(ValueError, match="`global_batch_size` must divide the 48 sequences .*, but is 10"):
-        make(prepared, batch=10).load_state_dict(stopped.state_dict())
+    assert equal(list(loader), whole[4:])
 
 
 def test_loaders_do_not_use_the_global_generators(prepared) -> None:
@@ -86,7 +78,7 @@ def test_loaders_do_not_use_the_global_generators(prepared) -> None:
     np.random.seed(3)
     before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()
     module = make(prepared)
-    for _ in (*module.step_loader(), *module.val_dataloader()):
+    for _ in (*module.train_dataloader(), *module.val_dataloader()):
         pass
     assert torch.equal(torch.get_rng_state(), before)
     assert np.array_equal(np.random.get_state()[1], numpy_before)
@@ -94,7 +86,7 @@ def test_loaders_do_not_use_the_global_generators(prepared) -> None:
 
 def test_worker_processes_give_the_same_steps(prepared) -> None:
     alone, helped = make(prepared), make(prepared, num_workers=2)
-    assert equal(joined(list(helped.step_loader())), joined(list(alone.step_loader())))
+    assert equal(list(helped.train_dataloader()), list(alone.train_dataloader()))
     assert equal(list(helped.val_dataloader()), list(alone.val_dataloader()))
 
 
@@ -146,8 +138,7 @@ def test_the_longest_come_first_if_requested(prepared) -> None:
     plain, sorted_ = make(prepared, micro=3), make(prepared, micro=3)
     sorted_.by_length = True
     padded = 0
-    for before, after in zip(plain.step_loader(), sorted_.step_loader(), strict=True):
-        (before,), (after,) = joined([before]), joined([after])
+    for before, after in zip(plain.train_dataloader(), sorted_.train_dataloader(), strict=True):
         order = after["sample_numbers"] - after["sample_numbers"].min()
         assert all(torch.equal(before[key][order], after[key]) for key in before)
         if prepared.architecture == "gpt":
@@ -160,56 +151,63 @@ def test_the_longest_come_first_if_requested(prepared) -> None:
     assert prepared.architecture == "gpt" or 0 < padded < 12 * NUM_STEPS
 
 
+@pytest.mark.parametrize("size", [1, 3, 5, 12, None])
+def test_the_micro_batches_of_a_step_have_its_samples_in_their_order(prepared, size) -> None:
+    step = next(iter(make(prepared).train_dataloader()))
+    found = cut_step(step, size)
+    assert [len(micro["tokens"]) for micro in found[:-1]] == [size] * (len(found) - 1)
+    for key in step.keys() - {"attention_mask"}:
+        assert torch.equal(torch.cat([micro[key] for micro in found]), step[key])
+
+
 def test_a_micro_batch_without_padding_has_no_mask(prepared) -> None:
     module = make(prepared, micro=3)
     module.by_length = True
     kinds = set()
-    for step in module.step_loader():
-        masks = [micro.get("attention_mask") for micro in step]
-        for micro, mask in zip([module.on_before_batch_transfer(m, 0) for m in step], masks, strict=True):
-            if prepared.architecture == "gpt":
-                assert "attention_mask" not in micro
-                continue
+    for step in module.train_dataloader():
+        micro_batches = cut_step(step, 3)
+        if prepared.architecture == "gpt":
+            assert all("attention_mask" not in micro for micro in micro_batches)
+            continue
+        for micro, mask in zip(micro_batches, step["attention_mask"].split(3), strict=True):
             kinds.add(bool(mask.all()))
             if mask.all():
                 assert micro["attention_mask"] is None
             else:
-                assert micro["attention_mask"] is mask
+                assert torch.equal(micro["attention_mask"], mask)
+            assert micro["scored"].tolist() == (micro["labels"].flatten() != -100).nonzero()[:, 0].tolist()
     assert kinds == (set() if prepared.architecture == "gpt" else {True, False})
 
 
-def test_every_tensor_of_a_pinned_micro_batch_is_copied_without_waiting(prepared, monkeypatch) -> None:
+def test_every_tensor_of_a_pinned_step_is_copied_without_waiting(prepared, monkeypatch) -> None:
     pinned, copied = [], []  # a build without CUDA pins nothing, so a list stands in for the host's pinned memory
 
     def pin(tensor: Tensor) -> Tensor:
-        pinned.append(tensor.clone())
-        return pinned[-1]
+        pinned.append(tensor.untyped_storage().data_ptr())
+        return tensor
 
     def copy(tensor: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
         copied.append((tensor.is_pinned(), non_blocking))
         return tensor
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
-    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: any(tensor is other for other in pinned))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() in pinned)
     monkeypatch.setattr(Tensor, "to", copy)
-    module = make(prepared, micro=3)
-    module.by_length = True
-    step = [{key: pin(value) for key, value in micro.items()} for micro in next(iter(module.step_loader()))]
-    loader = MicroBatches(lambda: [step], 4, lambda micro: torch.ones(1), lambda: None, lambda: 4)
-    for micro in loader:
-        move_data_to_device(module.on_before_batch_transfer(micro, 0), torch.device("cuda"))
-    # BERT adds `scored` to each micro-batch and may drop its mask; the first has the counts of the step.
-    num_tensors = {"gpt": [4 * 4 + 1], "bert": range(4 * 7 + 1, 4 * 8 + 1)}[prepared.architecture]
+    data = make(prepared)
+    data.by_length = True
+    step = {key: pin(value) for key, value in next(iter(data.train_dataloader())).items()}
+    module = GPTModule(TransformerConfig("gpt", 2, 32, 4, 64, 64), micro_batch_size=3)
+    module._trainer = SimpleNamespace(training=True, strategy=SimpleNamespace(parallel=ParallelContext()))
+    move_data_to_device(module.on_before_batch_transfer(step, 0), torch.device("cuda"))
+    # Each micro-batch has its dropout numbers; BERT adds `scored` and may drop a mask.
+    num_tensors = {"gpt": [4 * 5], "bert": range(4 * 8, 4 * 9 + 1)}[prepared.architecture]
     assert len(copied) in num_tensors
     assert set(copied) == {(True, True)}
 
 
-def test_a_micro_batch_in_pageable_memory_is_not_pinned(prepared) -> None:
-    module = make(prepared, micro=3)
-    for micro in next(iter(module.step_loader())):
-        assert not any(
-            value.is_pinned() for value in module.on_before_batch_transfer(micro, 0).values() if value is not None
-        )
+def test_a_step_in_pageable_memory_is_not_pinned(prepared) -> None:
+    for micro in cut_step(next(iter(make(prepared).train_dataloader())), 3):
+        assert not any(value.is_pinned() for value in micro.values() if value is not None)
 
 
 def test_a_users_trainer_is_told_what_was_skipped(tmp_path, monkeypatch) -> None:

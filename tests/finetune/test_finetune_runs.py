@@ -21,9 +21,7 @@ from finetune_runs import (
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.evaluation.squad import AllNullWarning, score
 from lmscale.finetune.finetuning import prepare_job
-from lmscale.finetune.module import FinetuneModule
 from lmscale.finetune.tasks import objective_of
-from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 OF_EVERY_RUN = {"steps", "num_updates", "num_skipped", "train_time", "train_cpu_time", "items_per_s"}
 
@@ -123,15 +121,6 @@ def test_heads_that_tp_size_does_not_divide_change_nothing(tmp_path, dtype: str,
     run_finetunings([split], 2)
     for row, expected in zip(read_rows(split), read_rows(here), strict=True):
         assert row["train/loss"] == pytest.approx(expected["train/loss"], rel=bound)
-
-
-def test_a_step_announces_its_last_micro_batch_and_only_that(tmp_path, ckpt, monkeypatch) -> None:
-    line = []
-    for owner, name in ((MixedPrecisionAdamW, "start_grad_sync"), (FinetuneModule, "manual_backward")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, f=original, name=name: (line.append(name), f(*args))[1])
-    assert run_here(make_run("mnli", tmp_path, ckpt, count=16, precision__dtype="bf16", micro_batch_size=4)) == 0
-    assert line == 2 * ["manual_backward", "start_grad_sync", "manual_backward"]
 
 
 def test_a_run_writes_predictions_scores_and_a_record(tmp_path, ckpt) -> None:

@@ -182,7 +182,7 @@ def test_the_total_is_the_peak() -> None:
     state = small_batch.weights + small_batch.gradients + small_batch.optimizer_state
     assert small_batch.total == state + small_batch.first_layer + small_batch.gradient_in_flight
     alone, parallel = (estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "fp32", dp_size=n) for n in (1, 3))
-    assert parallel.gradient_copy - alone.gradient_copy == 51200 * 1536 * 4  # before it is copied into DDP's bucket
+    assert parallel.gradient_copy - alone.gradient_copy == 51200 * 1536 * 4  # before it is copied into the buffer
 
 
 def test_a_compiled_update_of_bf16_moments_has_no_temporaries() -> None:

@@ -1,8 +1,8 @@
-"""A micro-batch on one of several ranks: masks of attention dropout, other keys, what divides its loss; an update."""
+"""A step on one of several ranks: masks of attention dropout, other keys, what divides its loss, the learning rate."""
 
 import itertools
-from collections.abc import Callable
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,14 +15,26 @@ RANKS = list(itertools.product((0, 1), (0, 1)))  # (dp_rank, tp_rank)
 STEPS, MICRO_STEPS = 3, 2
 
 
+class FakeOptimizer:
+    """Notes the calls of a step in their order, also those that a schedule gets."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.counters = SimpleNamespace(loss_scale=1.0, read=lambda: calls.append("read"))
+        self.param_groups = [{"lr": 0.5}]
+        for name in ("zero_grad", "start_grad_sync", "reduce_gradients", "step"):
+            setattr(self, name, lambda name=name: calls.append(name))
+
+
 def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> list[tuple[float, ...]]:
     """What a forward pass on this rank draws from torch's generator, one entry per micro-batch of the run."""
-    drawn, synchronized = [], []
+    drawn = []
 
     class Drawing(GPTModule):
-        is_last_micro_batch = property(lambda self: self._micro_step == MICRO_STEPS)
-        optimizer = SimpleNamespace(start_grad_sync=lambda: synchronized.append(len(drawn)))
+        optimizer = FakeOptimizer([])
         device = torch.device("cpu")
+
+        def lr_schedulers(self) -> FakeOptimizer:
+            return self.optimizer
 
         def loss_sums(self, batch: dict, sample_keys: torch.Tensor) -> torch.Tensor:
             drawn.append(tuple(torch.rand(8).tolist()))
@@ -30,17 +42,14 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> l
 
     module = Drawing(small_config("gpt"), seed=seed, dropout_seeds=dropout_seeds)
     context = ParallelContext(tp_rank=tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2)
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context), accumulate_grad_batches=MICRO_STEPS)
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context))
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
-    with torch.random.fork_rng():
+    batch["dropout_numbers"] = torch.arange(2)
+    with torch.random.fork_rng(), mock.patch("lmscale.training.step.module.sum_over_data_ranks", lambda x, _: x):
         for step in range(STEPS):
             module.on_load_checkpoint({"global_step": step})
-            module.on_train_epoch_start()
-            for _ in range(MICRO_STEPS):
-                loss = module.training_step(batch | {"sample_numbers": torch.arange(2)}, 0)
-                assert loss.dtype == torch.float32  # of the sums; the counts are fp64
+            module.training_step([batch] * MICRO_STEPS, 0)
             assert not module.step_terms.requires_grad  # it would keep the graphs of all micro-batches
-    assert synchronized == list(range(MICRO_STEPS - 1, STEPS * MICRO_STEPS, MICRO_STEPS))  # before the last of a step
     return drawn
 
 
@@ -60,21 +69,20 @@ def test_shared_seeds_give_all_data_ranks_the_masks_of_rank_0_and_tensor_ranks_t
     assert not set(masks("shared", 0, 0)) & set(masks("shared", 0, 1))
 
 
-def module_on(dp_rank: int, micro_batch: int, dropout_seeds: str = "unique") -> GPTModule:
-    """A module before a micro-batch, counted over the run, on one of two data ranks."""
-    module = GPTModule(small_config("gpt"), dropout_seeds=dropout_seeds)
+def module_on(dp_rank: int, step: int = 0, dropout_seeds: str = "unique") -> GPTModule:
+    """A module before a step, counted from 0, on one of two data ranks."""
+    module = GPTModule(small_config("gpt"), dropout_seeds=dropout_seeds, micro_batch_size=2)
     module._trainer = SimpleNamespace(
-        strategy=SimpleNamespace(parallel=ParallelContext(dp_rank=dp_rank, dp_size=2)),
-        accumulate_grad_batches=MICRO_STEPS,
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(total_batch_idx=micro_batch)),
+        training=True, strategy=SimpleNamespace(parallel=ParallelContext(dp_rank=dp_rank, dp_size=2))
     )
+    module.completed_steps = step
     return module
 
 
 def hidden_keys(
-    dropout_seeds: str, dp_rank: int, micro_batch: int, first_sample: int | None, num_samples: int = 3
+    dropout_seeds: str, dp_rank: int, step: int, first_sample: int | None, num_samples: int = 3
 ) -> list[int]:
-    """The dropout keys of some samples.
+    """The dropout keys of a rank's samples of a step.
 
     Args:
         first_sample: number of the first in the run; None for a user's loader, which has no numbers.
@@ -82,7 +90,8 @@ def hidden_keys(
     batch = {"tokens": torch.zeros(num_samples, 5, dtype=torch.int64)}
     if first_sample is not None:
         batch["sample_numbers"] = torch.arange(first_sample, first_sample + num_samples)
-    return module_on(dp_rank, micro_batch, dropout_seeds).dropout_keys(batch, 0).tolist()
+    module = module_on(dp_rank, step, dropout_seeds)
+    return [key for micro in module.on_before_batch_transfer(batch, 0) for key in module.dropout_keys(micro).tolist()]
 
 
 @pytest.mark.parametrize("sizes", [(3, 3, 3, 3, 3), (4, 4, 2, 1, 7)])
@@ -98,57 +107,45 @@ def test_a_users_loader_gives_every_sample_of_a_run_its_own_key(sizes: tuple[int
 
 
 def test_shared_seeds_give_all_data_ranks_the_keys_of_the_samples_at_the_same_place_on_rank_0() -> None:
-    numbers = range(24, 24 + 2 * MICRO_STEPS * 3, 3)  # of a step's micro-batches: those of rank 0, then those of rank 1
-    for index in range(MICRO_STEPS):
-        own, first = numbers[MICRO_STEPS + index], numbers[index]
-        assert (
-            hidden_keys("shared", 1, 0, own) == hidden_keys("shared", 0, 0, first) == hidden_keys("unique", 0, 0, first)
-        )
-        assert hidden_keys("unique", 1, 0, own) != hidden_keys("unique", 1, 0, first)
-        assert hidden_keys("shared", 1, index, None) == hidden_keys("shared", 0, index, None)
-
-
-def test_keys_and_sums_are_on_the_device_of_the_module() -> None:
-    module = module_on(dp_rank=1, micro_batch=3)
-    module._device = torch.device("meta")
-    batch = {"tokens": torch.zeros(3, 5, dtype=torch.int64, device="meta")}
-    module._start_step(batch)
-    assert {x.device.type for x in (module.dropout_keys(batch, 0), module.step_terms)} == {"meta"}
+    own, first = 24 + 3, 24  # three samples of rank 0, then three of rank 1
+    assert hidden_keys("shared", 1, 0, own) == hidden_keys("shared", 0, 0, first) == hidden_keys("unique", 0, 0, first)
+    assert hidden_keys("unique", 1, 0, own) != hidden_keys("unique", 1, 0, first)
+    assert hidden_keys("shared", 1, 4, None) == hidden_keys("shared", 0, 4, None)
 
 
 def test_a_loss_is_divided_by_the_counts_of_all_data_ranks_or_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmscale.training.step.module.sum_over_data_ranks", lambda x, context: x.mul_(context.dp_size))
-    module = module_on(dp_rank=1, micro_batch=0)
-    module._device = torch.device("cpu")
-    for own, total in ((3.0, 6.0), (0.0, 1.0)):  # nothing scored in the whole step: the loss is 0, not nan
-        counts = torch.tensor([own], dtype=torch.float64)
-        module._start_step({"step_counts": counts})
-        assert (module._denominators({}).tolist(), counts.tolist()) == ([total], [own])
+    module = module_on(dp_rank=1)
+    some, none = {"labels": torch.tensor([[7, 2, -100]])}, {"labels": torch.tensor([[-100, -100, -100]])}
+    assert module._denominators([some, some, none]) == [8, 8, 8]
+    assert module._denominators([none]) == [1]  # nothing scored in the whole step: the loss is 0, not nan
     module.loss_reduction = "mean_of_means"
-    labels = torch.tensor([[7, 2, -100]])
-    module._start_step({"step_counts": torch.ones(1), "labels": labels})
-    assert module._denominators({"labels": labels}).tolist() == [2 * MICRO_STEPS * 2]
-    assert module._denominators({"labels": labels.fill_(-100)}).tolist() == [1 * MICRO_STEPS * 2]
+    assert module._denominators([some, some, none]) == [2 * 6, 2 * 6, 1 * 6]
 
 
-def test_the_rate_is_set_after_the_last_steps_counters_are_known_and_before_the_update() -> None:
+def test_a_steps_calls_come_in_their_order() -> None:
+    """The rate is set after the last step's counters are known, which on a GPU they only then are, and before the
+    update; the sums over the data ranks are announced before the last backward pass."""
     calls = []
 
     class Recording(GPTModule):
-        optimizer = SimpleNamespace(
-            reduce_gradients=lambda: calls.append("reduce"),
-            counters=SimpleNamespace(read=lambda: calls.append("read")),  # on a GPU the host knows them only then
-        )
+        optimizer, device = FakeOptimizer(calls), torch.device("cpu")
 
-        def lr_schedulers(self) -> SimpleNamespace:
-            return SimpleNamespace(step=lambda: calls.append("schedule"))
+        def loss_sums(self, batch: dict, sample_keys: torch.Tensor) -> torch.Tensor:
+            loss = torch.ones(1, requires_grad=True)
+            loss.register_hook(lambda gradient: calls.append("backward"))
+            return loss
 
-    def step(closure: Callable[[], None]) -> None:
-        closure()
-        calls.append("update")
+        def lr_schedulers(self) -> FakeOptimizer:
+            return self.optimizer
 
     module = Recording(small_config("gpt"))
-    module._step_counts = torch.ones(1)
-    module._trainer = SimpleNamespace(accumulate_grad_batches=1)
-    module.optimizer_step(0, 0, SimpleNamespace(step=step), lambda: calls.append("backward"))
-    assert calls == ["backward", "reduce", "read", "schedule", "update"] and module.completed_steps == 1
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=ParallelContext()))
+    batch = {"labels": torch.ones(2, 5, dtype=torch.int64), "dropout_numbers": torch.arange(2)}
+    with torch.random.fork_rng():
+        loss = module.training_step([batch] * 3, 0)
+    assert calls == [
+        *("zero_grad", "backward", "backward", "start_grad_sync", "backward"),
+        *("reduce_gradients", "read", "step"),
+    ]
+    assert loss == pytest.approx(3 / 30) and module.step_lr == 0.5

@@ -14,11 +14,11 @@ from runs import assert_same_run, read_rows, run_jobs, tiny_run
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
+from lmscale.training.module import PretrainModule
 from lmscale.training.output.reporting import SampleDigest
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
-from lmscale.training.step.module import PretrainModule
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 EVERY_STEP = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}

@@ -11,7 +11,7 @@ from lmscale.config.finetune import FinetuneConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
-from lmscale.training.step.schedule import learning_rate_of_update
+from lmscale.training.step.learning_rate import learning_rate_of_update
 
 TINY = ("model.num_layers=2", "model.hidden_size=24", "model.max_position_embeddings=33", "model.vocab_multiple=64")
 TINY += ("tokenizer.vocab_size=600", "precision=fp64", "compile=false", "logger.tensorboard=false")

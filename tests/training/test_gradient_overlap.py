@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import make_context, run_ranks
-from runs import tiny_run
 from sharding import random_batch, small_config, total_loss
 from torch import nn
 
@@ -17,15 +16,13 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import step_collectives
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
-from lmscale.training.step.module import DTYPES, PretrainModule
+from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 PIECE = 1000  # elements; the small models have about 18,000
-KINDS = [("bf16", False), ("fp16", False), ("bf16", True), ("fp32", True)]  # type, zero1
+KINDS = [("bf16", False), ("fp16", False), ("fp64", False), ("bf16", True), ("fp32", True)]  # type, zero1
 MICRO_BATCHES, STEPS = 2, 3
 
 
@@ -201,18 +198,3 @@ def test_a_backward_pass_after_the_last_one_raises() -> None:
     param.sum().backward()
     with pytest.raises(AssertionError, match="after its piece may have been reduced"):
         param.sum().backward()
-
-
-def test_a_run_starts_gradient_sync_only_in_its_last_micro_batch(tmp_path, monkeypatch) -> None:
-    calls = []
-
-    def note(owner: type, name: str) -> None:
-        original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), original(*args))[1])
-
-    note(MixedPrecisionAdamW, "start_grad_sync")
-    note(MixedPrecisionAdamW, "reduce_gradients")
-    note(PretrainModule, "backward")
-    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", micro_batch_size=2, global_batch_size=6)
-    assert pretrain(resolve(run)) == 0
-    assert calls == 3 * ["backward", "backward", "start_grad_sync", "backward", "reduce_gradients"]

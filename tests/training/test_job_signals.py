@@ -95,7 +95,7 @@ def test_a_signal_in_a_validation_saves_before_its_end(tmp_path, at: str, killed
         "    def find_spec(self, name, *_):\n"
         "        if name == 'lmscale.training.pretrain' and self in sys.meta_path:\n"
         "            sys.meta_path.remove(self)\n"
-        "            from lmscale.training.step.module import PretrainModule as module\n"
+        "            from lmscale.training.module import PretrainModule as module\n"
         "            train, validate = module.training_step, module.validation_step\n"
         "            def send(self, where):\n"
         f"                if where == {at!r} and self.parallel.dp_rank == 1:\n"

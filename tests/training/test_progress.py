@@ -87,7 +87,7 @@ def test_a_terminal_of_80_columns_gets_one_line_that_is_rewritten() -> None:
 def test_without_a_terminal_the_first_logged_step_has_a_line_and_no_line_is_cut(monkeypatch, capsys, log_every) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     trainer = SimpleNamespace(is_global_zero=True, max_steps=2000)
-    module = SimpleNamespace(completed_steps=0, is_last_micro_batch=True)
+    module = SimpleNamespace(completed_steps=0)
     shown = report()
     logged, shown.metrics = shown.metrics, {}
     progress = ProgressLine(shown)
@@ -113,7 +113,7 @@ def test_other_text_erases_the_line_of_progress_and_the_next_step_shows_it_below
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "60")
     trainer = SimpleNamespace(is_global_zero=True, max_steps=2)
-    module = SimpleNamespace(completed_steps=0, is_last_micro_batch=True)
+    module = SimpleNamespace(completed_steps=0)
     progress = ProgressLine(report())
     progress.on_train_start(trainer, module)
     for step in (1, 2):

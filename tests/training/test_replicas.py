@@ -1,6 +1,11 @@
 """Replicated parameters stay equal on all tensor ranks, and both loss reductions match their definitions."""
 
+import itertools
+from functools import partial
+from pathlib import Path
+
 import pytest
+import torch
 from runs import read_rows, run_jobs, tiny_run
 
 from lmscale.training.pretrain import pretrain
@@ -32,6 +37,28 @@ def test_replicated_parameters_are_bitwise_equal_after_20_steps_with_dropout(
         precision__dtype=dtype,
     )
     run_jobs([run], 2, fault=_keep_own_gradients)  # fails unless the run succeeds
+
+
+def _keep_gradients(rank: int, folder: Path) -> None:
+    """Save the gradients of every step, as they are before the update."""
+    reduce, steps = optimizer.MixedPrecisionAdamW.reduce_gradients, itertools.count(1)
+
+    def reduce_and_save(self: optimizer.MixedPrecisionAdamW) -> None:
+        reduce(self)
+        gradients = {name: gradient.clone() for name, gradient in self.gradients().items()}
+        torch.save(gradients, folder / f"rank_{rank}_step_{next(steps)}.pt")
+
+    optimizer.MixedPrecisionAdamW.reduce_gradients = reduce_and_save
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_the_gradients_of_two_data_ranks_are_bitwise_equal(tmp_path, dtype) -> None:
+    sizes = {"parallel__dp_size": 2, "micro_batch_size": 2, "precision__dtype": dtype}
+    run_jobs([tiny_run("gpt", tmp_path / "run", **sizes)], 2, fault=partial(_keep_gradients, folder=tmp_path))
+    for step in (1, 2, 3):
+        one, other = (torch.load(tmp_path / f"rank_{rank}_step_{step}.pt") for rank in (0, 1))
+        assert len(one) == 28 and all(gradient.any() for gradient in one.values())
+        assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())
 
 
 def test_mean_of_means_depends_on_the_micro_batch_size_and_token_mean_does_not(tmp_path) -> None:

@@ -6,7 +6,7 @@ import torch
 from lmscale.config.training import PrecisionConfig, ScheduleConfig
 from lmscale.parallel import GradientNorm
 from lmscale.training.step.counters import DeviceCounters
-from lmscale.training.step.schedule import UpdateSchedule, learning_rate, learning_rate_of_update
+from lmscale.training.step.learning_rate import UpdateSchedule, learning_rate, learning_rate_of_update
 
 GPT = {"decay": "cosine", "warmup_steps": 3_000, "decay_steps": 300_000, "min_lr": 1e-5}
 BERT = {"decay": "linear", "warmup_steps": 10_000, "decay_steps": 2_000_000, "min_lr": 0.0}

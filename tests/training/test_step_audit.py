@@ -1,7 +1,7 @@
 """Every collective of whole training steps, counted through the pretraining entry and its Lightning Trainer.
 
 A step is expected to have the planner's collectives and the few listed here, no others. The counts include what
-Lightning and torch's DDP send of their own.
+Lightning sends of its own.
 """
 
 from collections import Counter
@@ -65,8 +65,7 @@ class _Phases(L.Callback):
         self.recorder.phase = "step 1"
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if pl_module.is_last_micro_batch:
-            self.recorder.phase = f"step {pl_module.completed_steps + 1}"
+        self.recorder.phase = f"step {pl_module.completed_steps + 1}"
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.step, self.recorder.phase = self.recorder.phase, "validation"
@@ -151,13 +150,10 @@ def expected(job: ResolvedRun, dp_rank: int) -> Counter:
 
 
 def check(job: ResolvedRun, data_ranks: list[dict[str, Counter]]) -> None:
-    """On every data rank a step has what is expected; a row of metrics.csv adds one over the data group.
-
-    DDP rebuilds its buckets in step 2, which is left out.
-    """
+    """On every data rank a step has what is expected; a row of metrics.csv adds one over the data group."""
     for dp_rank, phases in enumerate(data_ranks):
         usual, has_data = expected(job, dp_rank), job.layout.dp_size > 1
-        assert phases["step 4"] == usual
+        assert phases["step 2"] == phases["step 4"] == usual
         assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
         assert usual - phases["step 3"] == Counter()
 
@@ -173,9 +169,9 @@ def test_a_step_of_two_ranks_has_the_planned_collectives_and_the_listed_ones(pai
     check(*pairs[name])
 
 
-def test_a_planted_broadcast_before_each_micro_batch_is_found(pairs) -> None:
+def test_a_planted_broadcast_before_each_step_is_found(pairs) -> None:
     job, (phases,) = pairs["planted"]
-    assert phases["step 4"] - expected(job, 0) == Counter({("broadcast", "tensor", 4): job.batch.num_micro_batches})
+    assert phases["step 4"] - expected(job, 0) == Counter({("broadcast", "tensor", 4): 1})
     with pytest.raises(AssertionError):
         check(job, [phases])
 

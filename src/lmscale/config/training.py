@@ -48,7 +48,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """`schedule=`: warm-up and decay of the learning rate; see `training/step/schedule.py`.
+    """`schedule=`: warm-up and decay of the learning rate; see `training/step/learning_rate.py`.
 
     Args:
         decay: `cosine`, `linear` or `constant`.

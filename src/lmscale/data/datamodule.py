@@ -1,6 +1,7 @@
-"""The Lightning data module: micro-batches of training steps, and every validation sequence once."""
+"""The Lightning data module: the training steps, and every validation sequence once."""
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,8 +13,7 @@ from torch.utils.data import DataLoader
 from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import family_of, load
-from .bert_dataset import IGNORE_LABEL
-from .loading import CutStep, MicroBatches, References, Samples, Sized, Unsized, as_tensors, ignore_signals, pinned_like
+from .loading import Loader, References, Samples, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
 from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampler
@@ -22,22 +22,18 @@ from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampl
 class PretrainDataModule(L.LightningDataModule):
     """Samples of a prepared corpus, divided over the data ranks.
 
-    The items of both loaders are micro-batches. Training: `num_micro_batches` of the `BatchConfig` make one optimizer
-    step of this data rank (`MicroBatches`). Validation: the first `num_validation_samples` sequences of the validation
-    part, each on one data rank.
+    A training batch is what this data rank sees in one optimizer step, its share of the global batch. Validation: the
+    first `num_validation_samples` sequences of the validation part, each on one data rank, in micro-batches.
 
-    A micro-batch is a dict of tensors. GPT: `tokens`, `labels` int64 [b, s]. BERT: also `token_types`, `attention_mask`
-    [b, s], `sop_labels` [b] and `scored` [m], the indices of flattened labels that are not -100; the mask becomes None
-    if nothing is padded, so that attention uses its fastest kernel. Both: `sample_numbers` int64 [b], counted over the
-    whole run, and `sample_indices` int64 [b], places in the dataset.
+    A batch is a dict of tensors. GPT: `tokens`, `labels` int64 [b, s]. BERT: also `token_types`, `attention_mask`
+    [b, s] and `sop_labels` [b]. Both: `sample_numbers` int64 [b], counted over the whole run, and `sample_indices`
+    int64 [b], places in the dataset.
 
     Args:
         by_length: sort the sequences of a step on a rank by descending length, so that most micro-batches have no
             padding. Not for `mean_of_means`, which depends on how sequences are grouped into micro-batches.
 
     Attributes:
-        completed_steps: steps whose micro-batches have all been returned; the next training loader starts there. Saved
-            with checkpoints as consumed samples.
         steps_per_epoch: steps of a Lightning epoch, here of the whole run.
 
     Raises:
@@ -84,7 +80,7 @@ class PretrainDataModule(L.LightningDataModule):
         ]
         self._validation = self._order_validation(prepared.parts["validation"], num_validation_samples)
         self.num_validation_samples = len(self._validation)
-        self.completed_steps, self.steps_per_epoch = 0, num_steps
+        self.steps_per_epoch = num_steps
 
     def _order_validation(self, parts: tuple[CorpusPart, ...], num_samples: int | None) -> np.ndarray:
         """References of the validation sequences: all of every dataset, or the first ones of each by its weight."""
@@ -104,23 +100,16 @@ class PretrainDataModule(L.LightningDataModule):
             which, places = blend.assign(0, num_samples)
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
-    def train_dataloader(self) -> MicroBatches:
-        """The micro-batches from `completed_steps` on; the Trainer ends the epoch."""
-        length, module = self.steps_per_epoch * self.batch.num_micro_batches, self.trainer.lightning_module
-        return MicroBatches(self.step_loader, length, module.loss_counts, self._count_step, self._num_left)
+    def train_dataloader(self) -> Loader:
+        """The steps after the completed ones; the Trainer ends the epoch."""
+        return Loader(lambda: self.step_loader(self.trainer.global_step), self.steps_per_epoch)
 
-    def _count_step(self) -> None:
-        self.completed_steps += 1
-
-    def _num_left(self) -> int:
-        return self.trainer.num_training_batches - self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-    def step_loader(self) -> DataLoader:
-        """The same in whole steps: each item is the list of this data rank's micro-batches of a step."""
+    def step_loader(self, start_step: int = 0) -> DataLoader:
+        """All steps of the run from `start_step` on."""
         parallel = self.trainer.strategy.parallel
-        sampler = self.sampler(parallel.dp_rank, parallel.dp_size, self.completed_steps)
-        collate = CutStep(self.batch.micro_batch_size, self.by_length)
-        return self._loader(self.train_samples, batch_sampler=sampler, collate_fn=collate)
+        sampler = self.sampler(parallel.dp_rank, parallel.dp_size, start_step)
+        collate = partial(collate_step, by_length=self.by_length)
+        return self._loader(self.train_samples, sampler, collate)
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
         """The order of the training samples of one data rank."""
@@ -129,7 +118,7 @@ class PretrainDataModule(L.LightningDataModule):
             return BlendedBatchSampler(self.train_samples, self.blend, *layout)
         return GlobalBatchSampler(len(self.train_samples[0]), *layout)
 
-    def val_dataloader(self) -> DataLoader:
+    def val_dataloader(self) -> Loader:
         """This data rank's validation sequences; the last micro-batch may be smaller."""
         parallel = self.trainer.strategy.parallel
         borders = [self.num_validation_samples * r // parallel.dp_size for r in range(parallel.dp_size + 1)]
@@ -139,57 +128,45 @@ class PretrainDataModule(L.LightningDataModule):
         # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
         # 0, and the other ranks would wait forever: if some rank has no sequences, no rank's loader has a length.
         some_rank_is_idle = self.num_validation_samples < parallel.dp_size
-        sampler = Unsized(batches) if some_rank_is_idle else batches
-        return self._loader(self.validation_samples, batch_sampler=sampler, collate_fn=as_tensors)
+        loader = self._loader(self.validation_samples, batches, as_tensors)
+        return Loader(lambda: loader, None if some_rank_is_idle else len(batches))
 
-    def _loader(self, samples: list[Samples], **kwargs: Any) -> DataLoader:
+    def _loader(self, samples: list[Samples], batch_sampler: Any, collate: Any) -> DataLoader:
         # Its own generator: a loader that draws from torch's would make the dropout of the ranks differ.
         return DataLoader(
             References(samples),
+            batch_sampler=batch_sampler,
+            collate_fn=collate,
             num_workers=self.config.num_workers,
             worker_init_fn=ignore_signals,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
-            **kwargs,
         )
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Find the scored positions of padded samples and drop an unneeded mask on the host: no GPU is waited for."""
-        if isinstance(batch, dict) and "attention_mask" in batch:
-            scored = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
-            batch["scored"] = pinned_like(scored, batch["labels"])
-            if batch["attention_mask"].all():
-                batch["attention_mask"] = None
-        return batch
-
     def state_dict(self) -> dict[str, int]:
-        """Number of consumed sequences; with the seed, this is the whole state of the data order."""
-        return {"consumed_samples": self.completed_steps * self.batch.global_batch_size}
+        """How many sequences make a step: with the seed and the completed steps, they are the place in the data."""
+        return {"global_batch_size": self.batch.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after the consumed sequences.
+        """Check that the steps of the checkpoint are ours.
 
         Raises:
-            ValueError: they are not a whole number of this run's global batches.
+            ValueError: a step has a different number of sequences.
         """
-        consumed = state_dict["consumed_samples"]
-        if consumed % self.batch.global_batch_size:
-            raise ValueError(
-                f"`global_batch_size` must divide the {consumed} sequences the checkpoint has consumed, "
-                f"but is {self.batch.global_batch_size}"
-            )
-        self.completed_steps = consumed // self.batch.global_batch_size
+        saved, now = state_dict.get("global_batch_size"), self.batch.global_batch_size
+        if saved not in (None, now):
+            raise ValueError(f"`global_batch_size` must stay {saved}, as in the checkpoint, but is {now}")
 
 
 class TextDataModule(PretrainDataModule):
-    """Text for a user's own Trainer: a step has micro_batch_size x data ranks x accumulated batches sequences.
+    """Text for a user's own Trainer.
 
     A Lightning epoch is one pass over the training part; `test` and `predict` see the validation part.
 
     Args:
         family: the model's, as `model.family`.
         path: a text file (see `conf/data/local.yaml`); None: the text that comes with Python.
-        micro_batch_size: sequences of one forward pass on one rank.
+        global_batch_size: sequences of a step, over all data ranks.
         vocab_size: of the tokenizer that is trained on the text.
         num_validation_samples: sequences scored each time; None: all.
         data, tokenizer: any other source, instead of `path`, `seq_length` and `vocab_size`.
@@ -201,7 +178,7 @@ class TextDataModule(PretrainDataModule):
         *,
         path: str | None = None,
         seq_length: int = 128,
-        micro_batch_size: int = 8,
+        global_batch_size: int = 8,
         vocab_size: int | None = None,
         num_validation_samples: int | None = None,
         seed: int = 1234,
@@ -213,7 +190,7 @@ class TextDataModule(PretrainDataModule):
         self.prepared = prepare_corpus(self.data, tokenizer or TokenizerConfig("trained", vocab_size), family, None)
         for note in self.prepared.manifest["notes"]:
             rank_zero_info(f"note: {note}")
-        self.micro_batch_size, self.num_wanted, self.order_seed = micro_batch_size, num_validation_samples, seed
+        self.global_batch_size, self.num_wanted, self.order_seed = global_batch_size, num_validation_samples, seed
 
     @property
     def vocab_size(self) -> int:
@@ -221,17 +198,19 @@ class TextDataModule(PretrainDataModule):
         return self.prepared.vocab_size
 
     def setup(self, stage: str) -> None:
-        """Divide the samples over the data ranks and accumulated batches of the Trainer.
+        """Divide the samples over the data ranks of the Trainer; validation has micro-batches of the module's size.
 
         Raises:
-            ValueError: a strategy without tensor ranks, or a training without end, whose order cannot be made.
+            ValueError: a strategy without tensor ranks, a training without end, whose order cannot be made, or a step
+                that the micro-batches of the ranks do not divide.
         """
         trainer = self.trainer
         check_strategy(trainer)
         if stage == "fit" and max(trainer.max_steps, trainer.max_epochs or 0) < 0:
             raise ValueError(f"`max_steps` or `max_epochs` must be set, but both are {trainer.max_steps}")
-        dp_size, accumulated = trainer.strategy.parallel.dp_size, trainer.accumulate_grad_batches
-        batch = BatchConfig(self.micro_batch_size, self.micro_batch_size * accumulated * dp_size, dp_size)
+        dp_size = trainer.strategy.parallel.dp_size
+        micro = trainer.lightning_module.micro_batch_size or max(1, self.global_batch_size // dp_size)
+        batch = BatchConfig(micro, self.global_batch_size, dp_size)
         (part, *others) = self.prepared.parts["train"]
         samples = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
         epoch = max(1, len(samples) // batch.global_batch_size) if not others else max(1, trainer.max_steps)
@@ -239,30 +218,7 @@ class TextDataModule(PretrainDataModule):
         self._build(self.prepared, self.data, batch, self.order_seed, steps, self.num_wanted, by_length=True)
         self.steps_per_epoch = min(epoch, steps)
 
-    def state_dict(self) -> dict[str, int]:
-        """The consumed sequences, and how many make a step."""
-        return super().state_dict() | {"global_batch_size": self.batch.global_batch_size}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue after the consumed sequences.
-
-        Raises:
-            ValueError: a step has a different number of sequences than in the checkpoint, so its steps are not ours.
-        """
-        saved, now = state_dict.get("global_batch_size"), self.batch.global_batch_size
-        if saved is not None and saved != now:
-            raise ValueError(
-                f"`accumulate_grad_batches` x `micro_batch_size` x data ranks must stay {saved} sequences per step, "
-                f"but is {now}"
-            )
-        super().load_state_dict(state_dict)
-
-    def val_dataloader(self) -> Unsized:
-        """The loader wrapped, so that Lightning does not add a distributed sampler."""
-        loader = super().val_dataloader()
-        return (Sized if hasattr(loader.batch_sampler, "__len__") else Unsized)(loader)
-
-    test_dataloader = predict_dataloader = val_dataloader
+    test_dataloader = predict_dataloader = PretrainDataModule.val_dataloader
 
 
 def check_strategy(trainer: L.Trainer) -> None:

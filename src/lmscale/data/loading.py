@@ -1,4 +1,4 @@
-"""The parts of a pretraining loader: look up samples, cut steps into micro-batches."""
+"""The parts of a pretraining loader: look up samples, collate steps, cut them into micro-batches."""
 
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from .bert_dataset import BERTDataset
+from .bert_dataset import IGNORE_LABEL, BERTDataset
 from .gpt_dataset import GPTDataset
 from .sampler import DATASET_SHIFT
 
 Samples = GPTDataset | BERTDataset
-MicroBatch = dict[str, Tensor]
+Batch = dict[str, Tensor]
 
 
 class References(Dataset):
@@ -36,82 +36,51 @@ class References(Dataset):
         return batch | {"sample_numbers": numbers, "sample_indices": places}
 
 
-class CutStep:
-    """Cuts the samples of one step into micro-batches; a class, so that worker processes can pickle it."""
-
-    def __init__(self, micro_batch_size: int, by_length: bool) -> None:
-        self.micro_batch_size, self.by_length = micro_batch_size, by_length
-
-    def __call__(self, step: dict[str, np.ndarray]) -> list[MicroBatch]:
-        if self.by_length and "attention_mask" in step:
-            order = np.argsort(-step["attention_mask"].sum(axis=1), kind="stable")
-            step = {key: values[order] for key, values in step.items()}
-        whole = as_tensors(step)
-        starts = range(0, len(step["sample_numbers"]), self.micro_batch_size)
-        return [{key: value[i : i + self.micro_batch_size] for key, value in whole.items()} for i in starts]
+def collate_step(step: dict[str, np.ndarray], by_length: bool) -> Batch:
+    """The samples of one step as tensors, by descending length if requested."""
+    if by_length and "attention_mask" in step:
+        order = np.argsort(-step["attention_mask"].sum(axis=1), kind="stable")
+        step = {key: values[order] for key, values in step.items()}
+    return as_tensors(step)
 
 
-class Unsized:
-    """Batches that can be iterated over but have no length."""
-
-    def __init__(self, batches: Iterable) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator:
-        return iter(self.batches)
+def cut_step(step: Batch, micro_batch_size: int | None) -> list[Batch]:
+    """Cut a step into micro-batches, the last of which may be smaller; None: it is one."""
+    num_samples = len(step["tokens"])
+    size = micro_batch_size or num_samples
+    return [trim_padding({key: x[i : i + size] for key, x in step.items()}) for i in range(0, num_samples, size)]
 
 
-class Sized(Unsized):
-    """The same with a length: a loader to which Lightning adds no sampler."""
+def trim_padding(batch: Batch) -> Batch:
+    """Find the scored positions of padded samples and drop an unneeded mask, on the host: no GPU is waited for."""
+    if "attention_mask" not in batch:
+        return batch
+    scored = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
+    mask = None if batch["attention_mask"].all() else batch["attention_mask"]
+    return batch | {"attention_mask": mask, "scored": pinned_like(scored, batch["labels"])}
 
-    def __len__(self) -> int:
-        return len(self.batches)
 
-
-class MicroBatches:
-    """The micro-batches of a loader of steps, one by one; they are Lightning's batches.
-
-    The first of each step has `step_counts`, int64 [number of terms]: this rank's count of each loss term over the
-    whole step. The step's loss can then be divided by the counts of all ranks before any backward pass.
-
-    Where the Trainer ends the epoch within a step (`limit_train_batches`), the step has only the micro-batches before.
+class Loader:
+    """A loader that Lightning takes as it is: it adds no sampler, and asks for a new iterator in every epoch.
 
     Args:
-        open_steps: returns the loader, whose items are lists of the micro-batches of a step.
-        length: micro-batches of a whole epoch, including completed ones: Lightning subtracts those it has restored.
-        loss_counts: the counts of one micro-batch.
-        on_last: called before the last micro-batch of a step is returned.
-        num_left: how many micro-batches the Trainer will still take in its epoch; asked when it takes the first.
+        open_loader: returns the iterable of an epoch.
+        length: batches of an epoch, including completed ones: Lightning subtracts those it has restored. None: unknown.
     """
 
-    def __init__(
-        self,
-        open_steps: Callable[[], DataLoader],
-        length: int,
-        loss_counts: Callable[[MicroBatch], Tensor],
-        on_last: Callable[[], None],
-        num_left: Callable[[], int],
-    ) -> None:
-        self.open_steps, self.length = open_steps, length
-        self.loss_counts, self.on_last, self.num_left = loss_counts, on_last, num_left
+    def __init__(self, open_loader: Callable[[], Iterable], length: int | None) -> None:
+        self.open_loader, self.length = open_loader, length
 
     def __len__(self) -> int:
+        if self.length is None:
+            raise TypeError("the length is unknown")
         return self.length
 
-    def __iter__(self) -> Iterator[MicroBatch]:
-        num_left = self.num_left()
-        for whole_step in self.open_steps():
-            first, *others = whole_step[:num_left]
-            num_left -= 1 + len(others)
-            counts = torch.stack([self.loss_counts(micro_batch) for micro_batch in (first, *others)]).sum(dim=0)
-            micro_batches = [first | {"step_counts": pinned_like(counts.long(), first["tokens"])}, *others]
-            for micro_batch in micro_batches:
-                if micro_batch is micro_batches[-1]:
-                    self.on_last()
-                yield micro_batch
+    def __iter__(self) -> Iterator:
+        return iter(self.open_loader())
 
 
-def as_tensors(batch: dict[str, np.ndarray]) -> MicroBatch:
+def as_tensors(batch: dict[str, np.ndarray]) -> Batch:
     """The arrays as tensors that share their memory."""
     return {key: torch.from_numpy(np.ascontiguousarray(values)) for key, values in batch.items()}
 

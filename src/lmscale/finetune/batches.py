@@ -84,13 +84,13 @@ class TrainingSteps:
         places = np.arange(self.dp_rank, len(step), self.dp_size)
         weight = 1.0 if len(places) else 0.0
         places = places if len(places) else np.zeros(1, dtype=np.int64)
-        micro_batches = []
+        micro_batches, choices = [], self.features.num_choices
         for i in range(0, len(places), self.micro_batch_size):
             mine = places[i : i + self.micro_batch_size]
             batch = collate(self.features, step[mine])
             batch["weights"] = torch.full((len(mine),), weight, dtype=torch.float64)
-            batch["numbers"] = torch.from_numpy(number + mine)
-            batch["step_items"] = len(step)
+            sequences = (number + mine)[:, None] * choices + np.arange(choices)  # those of an item are consecutive
+            batch["dropout_numbers"] = torch.from_numpy(sequences.ravel())
             micro_batches.append(batch)
         return micro_batches
 

@@ -75,12 +75,12 @@ def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Feature
     }
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
     if module.completed_steps:
-        metrics |= count_updates(module.optimizers().optimizer.counters.read())
+        metrics |= count_updates(module.optimizer.counters.read())
     watch = module.stopwatch
     if watch.wall_s:
         metrics["train_time"] = {"value": watch.wall_s, "unit": "s"}
         metrics["train_cpu_time"] = {"value": watch.cpu_s, "unit": "s"}
-        throughput = module.items_trained / watch.wall_s
+        throughput = len(features) * run.trainer.num_epochs / watch.wall_s
         metrics["items_per_s"] = {"value": throughput, "unit": "items/s"}
     sets = {name: {"examples": len(f.ids), "items": len(f), "notes": f.notes} for name, f in module.sets.items()}
     for name, prediction in module.predictions.items():

@@ -63,7 +63,6 @@ def build_model(
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 module.use_float8()
     if kernels.compiles:
-        torch._dynamo.config.optimize_ddp = False  # which would cut each layer's graph at DDP's first bucket
         # All layers share one code object. Each combination of a mask or none, a training, validation or last batch,
         # and a kind of layer (`mix` has two) is a graph; beyond torch's 8 a layer would run eagerly.
         torch._dynamo.config.recompile_limit = 64

@@ -13,7 +13,6 @@ from .flops import num_recomputed_whole, scored_tokens
 from .memory import BYTES, FP32_BYTES
 from .params import count_parameters, parameter_sizes, parameters_in_order
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20  # defaults of torch's DDP
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
 
 
@@ -150,11 +149,11 @@ def step_collectives(
 ) -> tuple[Collective, ...]:
     """Collectives of one rank in one optimizer step.
 
-    Those of every micro-batch; 4 N bytes of gradients over the data group for half types (added in fp32), N e for
-    others, in their `gradient_pieces`, or with ZeRO stage 1 to their owners, each owner's in `buffer_pieces`, who send
-    the weights back; the gradients of the `replicated_parameters` over the tensor group, with sequence parallelism and
-    without ZeRO also over the data group; the gradient norm over the tensor group. Left out: the few numbers of loss
-    counts, of the watchdog and of the replica check.
+    Those of every micro-batch; the gradients over the data group in `buffer_pieces`, 4 N bytes for half types (added
+    in fp32) and N e for others, or with ZeRO stage 1 to their owners, each owner's in pieces, who send the weights
+    back; the gradients of the `replicated_parameters` over the tensor group, with sequence parallelism and without ZeRO
+    also over the data group; the gradient norm over the tensor group. Left out: the few numbers of loss counts, of the
+    watchdog and of the replica check.
 
     Args:
         num_micro_batches: forward passes of a step.
@@ -168,35 +167,11 @@ def step_collectives(
     if layout.cuts_optimizer:
         found += _to_owners_and_back(config, layout, dtype)
     elif layout.dp_size > 1:
-        pieces = Counter(gradient_pieces(config, layout.tp_size, dtype, layout.pad_heads))
-        what = (
-            "gradients, pieces of DDP" if BYTES[dtype] >= FP32_BYTES else "gradients in fp32, pieces of the optimizer"
-        )
-        found += [Collective(what, "all_reduce", "data", "gradients", n, size) for size, n in pieces.items()]
+        num_parameters = count_parameters(config, layout.tp_size, layout.pad_heads).per_rank
+        for size, n in Counter(buffer_pieces(num_parameters)).items():
+            num_bytes = size * max(FP32_BYTES, BYTES[dtype])
+            found.append(Collective("gradients", "all_reduce", "data", "gradients", n, num_bytes))
     return (*found, *_small_collectives(config, layout, dtype, dp_rank))
-
-
-def gradient_pieces(config: TransformerConfig, tp_size: int, dtype: str, pad_heads: bool = False) -> list[int]:
-    """Bytes of each all-reduce of the gradients, in order, from the second step on.
-
-    Half types: 4 N bytes in `buffer_pieces`. fp32 and fp64: N e in DDP's buckets, which are filled in the order
-    of the backward pass and sent once they hold BUCKET_BYTES (the first FIRST_BUCKET_BYTES) or more.
-    In the first step DDP does not know the order yet and uses one bucket.
-
-    Raises:
-        ValueError: `tp_size` does not divide the model.
-
-    Source: torch/csrc/distributed/c10d/reducer.cpp, `compute_bucket_assignment_by_size` and `rebuild_buckets`.
-    """
-    if BYTES[dtype] < FP32_BYTES:
-        return [FP32_BYTES * size for size in buffer_pieces(count_parameters(config, tp_size, pad_heads).per_rank)]
-    buckets, held, limit = [], 0, FIRST_BUCKET_BYTES
-    for size in parameter_sizes(config, tp_size, pad_heads):
-        held += size * BYTES[dtype]
-        if held >= limit:
-            buckets.append(held)
-            held, limit = 0, BUCKET_BYTES
-    return buckets + [held] * (held > 0)
 
 
 def _small_collectives(config: TransformerConfig, layout: Layout, dtype: str, dp_rank: int | None) -> list[Collective]:

@@ -52,7 +52,7 @@ class MemoryEstimate:
         logits: of the rows that are projected together, with the sum of the projection's gradient, [v/p, h].
         recomputed_layer: what is recomputed at a time, the activations of one layer or of one attention core; the
             logits are freed by then.
-        gradient_copy: copy of the word embedding's gradient into DDP's bucket, or for half types into the fp32 sum.
+        gradient_copy: the word embedding's gradient until it is in the optimizer's buffer.
         projection_gradient: of the word embedding from the loss, until that of the embedding is added.
         early_gradients: gradients that exist before the backward pass begins.
         first_layer: activations of one layer, and the mask of the embedding: those left when the backward pass reaches
@@ -125,13 +125,12 @@ def estimate_memory(
         micro_batch_size: sequences b of one forward pass.
         seq_length: tokens s of a sequence.
         dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which counts as bf16.
-        dp_size: data-parallel ranks. DDP's buckets are the gradients themselves, so they add nothing.
+        dp_size: data-parallel ranks; with several, gradients of all types are summed in a buffer.
         on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
         accumulates: a step has several micro-batches, so gradients exist before the last backward pass. With one,
             on one data rank, fp32 and fp64 gradients are allocated as the backward pass frees activations.
         cuts_sequence: sequence parallelism: replicated tensors of a layer are cut over p too.
-        zero1: a data rank has the optimizer state of the parameters it owns, and gradients of all types are summed in
-            a buffer.
+        zero1: a data rank has the optimizer state of the parameters it owns.
         half_moments: the moments are bf16, converted to fp32 tensor by tensor.
         compiles: the update of a tensor is one kernel, which converts them without temporaries.
         pad_heads: see `Layout`; dummy heads take memory as others do.
@@ -161,7 +160,7 @@ def estimate_memory(
     sizes = parameter_sizes(config, tp_size, pad_heads)
     num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
     moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
-    has_buffer = is_half or zero1
+    has_buffer = is_half or zero1 or dp_size > 1
     widens_whole = half_moments and on_gpu and not compiles
     return MemoryEstimate(
         weights=num_parameters * e,
@@ -170,9 +169,9 @@ def estimate_memory(
         activations=around + config.num_layers * (own * h * e if is_full else layer),
         logits=_loss_bytes(num_scored, columns, h, e, on_gpu),
         recomputed_layer=recomputed,
-        gradient_copy=columns * h * e if has_buffer or dp_size > 1 else 0,
+        gradient_copy=columns * h * e if has_buffer else 0,
         projection_gradient=columns * h * e,
-        early_gradients=gradients if has_buffer or dp_size > 1 or accumulates else 0,
+        early_gradients=gradients if has_buffer or accumulates else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
         update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if widens_whole else 0,

@@ -66,7 +66,7 @@ class ReplicaSentinel(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Compare after every `every_steps` steps, before the step's checkpoint is saved."""
-        if pl_module.is_last_micro_batch and pl_module.completed_steps % self.every_steps == 0:
+        if pl_module.completed_steps % self.every_steps == 0:
             self._check(trainer, pl_module)
 
     def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

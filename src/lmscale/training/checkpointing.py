@@ -11,13 +11,11 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ..checkpoint import (
     CheckpointError,
     CheckpointMetadata,
-    CheckpointReader,
     CheckpointWriter,
     TensorEntry,
     divide_tensors,
@@ -25,7 +23,7 @@ from ..checkpoint import (
     remove_checkpoint,
 )
 from ..parallel import ParallelContext, padding_of
-from .output.lightning_state import at_last_update, from_json, loops_after, to_json
+from .output.lightning_state import count_steps, from_json, loops_after, to_json
 from .runtime.lost_rank import abort_nccl
 
 _NFS_DELAY_S = 60.0  # an NFS client keeps what it knows of a folder for up to `acdirmax`
@@ -183,11 +181,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         Raises:
             CheckpointError: it could not be written; raised on all ranks.
         """
-        module, trainer = self.lightning_module, self.lightning_module.trainer
         checkpoint = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        if trainer.state.fn == TrainerFn.FITTING and not module.is_last_micro_batch:
-            num_since = trainer.fit_loop.epoch_loop.batch_progress.current.ready % trainer.accumulate_grad_batches
-            checkpoint["loops"] = at_last_update(checkpoint["loops"], num_since)
         state = {"lightning": to_json(checkpoint)}
         if "lr_schedulers" in checkpoint:
             self.begin_save(Path(filepath), {}, state)
@@ -213,6 +207,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         metadata = read_metadata(checkpoint_path)
         if "lightning" in metadata.state:
             found = from_json(metadata.state["lightning"])
+            count_steps(found["loops"]["fit_loop"])
         else:
             found = self._lightning_state_of_run(metadata)
         if metadata.optimizer:
@@ -221,19 +216,18 @@ class ShardedCheckpointStrategy(DDPStrategy):
 
     def _lightning_state_of_run(self, metadata: CheckpointMetadata) -> dict[str, Any]:
         """The same for a checkpoint of `src/train.py`, which has no Lightning state."""
-        step, trainer = metadata.step, self.lightning_module.trainer
+        trainer = self.lightning_module.trainer
         found = {
             "pytorch-lightning_version": L.__version__,
             "epoch": 0,
-            "global_step": step,
-            "loops": {"fit_loop": loops_after(trainer.fit_loop.state_dict(), step, trainer.accumulate_grad_batches)},
+            "global_step": metadata.step,
+            "loops": {"fit_loop": loops_after(trainer.fit_loop.state_dict(), metadata.step)},
             "callbacks": {},
             "lr_schedulers": [{}],
             "lmscale": metadata.state,
         }
         if trainer.datamodule is not None:
-            size = metadata.run["global_batch_size"]
-            state = {"consumed_samples": step * size, "global_batch_size": size}
+            state = {"global_batch_size": metadata.run["global_batch_size"]}
             found[type(trainer.datamodule).__qualname__] = state
         return found
 
@@ -245,14 +239,10 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Read masters and moments in place."""
         state, optimizer = checkpoint["optimizer_states"][0], self.optimizers[0]
-        with CheckpointReader(state["path"], padding_of(self.lightning_module.model)) as reader:
-
-            def read(key: str, out: Tensor) -> None:
-                reader.read_into(key, out, self.parallel.tp_rank)
-
+        with self.lightning_module.reading(state["path"]) as read_into:
             if self.lightning_module.weights_from != state["path"]:
-                optimizer.load_masters(read)
-            optimizer.load_moments(state["counters"], read)
+                optimizer.load_masters(read_into)
+            optimizer.load_moments(state["counters"], read_into)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint directory (rank 0 does)."""

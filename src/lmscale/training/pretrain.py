@@ -12,6 +12,7 @@ from ..data.prepare import warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
 from .callbacks import add_callbacks
+from .module import PretrainModule
 from .output.announcement import warn_of_costly_validation
 from .output.events import optional_loggers
 from .output.metrics_file import MetricsFile
@@ -20,7 +21,6 @@ from .output.run_folder import METRICS, begin_run_folder, report_failure, write_
 from .resolve import ResolvedRun, build_data
 from .runtime.exit_codes import DONE
 from .runtime.session import RankSession, new_trainer, run_on_this_rank
-from .step.module import PretrainModule
 
 
 @record
@@ -82,13 +82,12 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
 
 
 def build_trainer(job: ResolvedRun) -> L.Trainer:
-    """Lightning's Trainer, whose batches are micro-batches."""
-    trainer, num_micro_batches = job.run.trainer, job.batch.num_micro_batches
+    """Lightning's Trainer, whose batches are optimizer steps."""
+    trainer = job.run.trainer
     return new_trainer(
         job,
         max_steps=min(trainer.max_steps, trainer.stop_after_steps or trainer.max_steps),
-        accumulate_grad_batches=num_micro_batches,
-        val_check_interval=num_micro_batches * (trainer.validate_every_steps or trainer.max_steps + 1),
+        val_check_interval=trainer.validate_every_steps or trainer.max_steps + 1,
         # False would undo TORCHINDUCTOR_DETERMINISTIC=1; after a deterministic run of the same process it must be said.
         deterministic=job.run.deterministic or (False if torch.are_deterministic_algorithms_enabled() else None),
     )
@@ -103,6 +102,7 @@ def build_module(job: ResolvedRun, agreed: Agreement, session: RankSession) -> P
         agreed.schedule,
         precision=run.precision,
         seed=run.seed,
+        micro_batch_size=run.micro_batch_size,
         loss_reduction=run.loss_reduction,
         dropout_seeds=run.dropout_seeds,
         kernels=agreed.kernels,

@@ -1,4 +1,4 @@
-"""The Lightning strategy: the (data, tensor) grid of ranks, with DDP over the data group."""
+"""The Lightning strategy: the (data, tensor) grid of ranks."""
 
 import sys
 import uuid
@@ -15,7 +15,6 @@ from ..checkpoint import CheckpointWriter
 from ..config import Layout
 from ..parallel import ParallelContext, choose_communicator
 from .checkpointing import ShardedCheckpointStrategy
-from .step.gradient_buffer import needs_buffer
 
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
@@ -25,9 +24,9 @@ _ONE_RANK = Layout()
 class TensorParallelStrategy(ShardedCheckpointStrategy):
     """Data parallelism over groups of tensor-parallel ranks (Figure 8).
 
-    The module builds its own shard in `configure_model`, from `strategy.parallel`. Gradients of fp32 and fp64 are
-    averaged by torch's DDP over the data group; those of half types, and with `zero1` all, are summed there by the
-    optimizer. The model itself communicates within the tensor group.
+    The module builds its own shard in `configure_model`, from `strategy.parallel`. The optimizer sums gradients over
+    the data group, and the model itself communicates within the tensor group: torch's DDP wraps nothing. The base
+    class gives the launcher, the process group, and the collectives of Lightning's own.
 
     With 8 ranks and tp_size 2: tensor groups [0, 1], [2, 3], [4, 5], [6, 7]; data groups [0, 2, 4, 6], [1, 3, 5, 7].
 
@@ -52,7 +51,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         **options: Any,
     ) -> None:
         self.collective_timeout = timedelta(minutes=timeout_minutes) + _GRACE
-        super().__init__(timeout=self.collective_timeout, gradient_as_bucket_view=True, broadcast_buffers=False)
+        super().__init__(timeout=self.collective_timeout)
         self.layout = replace(layout, **options)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
@@ -110,30 +109,23 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             batch_halves=self.layout.cuts_batch,
             pad_heads=self.layout.pad_heads,
         )
-        # Without its own group DDP would overwrite every shard with rank 0's.
-        self._ddp_kwargs["process_group"] = self.parallel.dp_group
         if self.root_device.type == "cuda":  # small decisions of the hosts need not wait for the GPUs
             self.control_group = dist.new_group(backend="gloo", timeout=self.collective_timeout)
 
     def setup(self, trainer: Any) -> None:
-        """Move the shard to its device and, for training, wrap it in DDP over the data group and create the optimizer.
+        """Move the shard to its device and, for training, create the optimizer.
 
-        DDPStrategy's own version broadcasts rank 0's weights over the world when it does not train, which would give
-        every tensor rank the same shard.
+        DDPStrategy's own version would give every tensor rank the shard of rank 0.
         """
         self.accelerator.setup(trainer)
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
-            dtype = next(self.lightning_module.parameters()).dtype
-            if self.parallel.dp_size > 1 and not needs_buffer(dtype, self.parallel):
-                self.configure_ddp()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
-        """Unwrap the module. Unlike DDPStrategy, leave weights and optimizer on the device: a shard with its
+        """Unlike DDPStrategy, leave weights and optimizer on the device: a shard with its
         moments may not fit into the host's memory."""
-        self.model = self.lightning_module
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         if self._is_alone:  # the next Trainer of this process may use another layout

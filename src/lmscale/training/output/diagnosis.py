@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from ..step.counters import Counters
-from ..step.module import PretrainModule
+from ..step.module import MicroBatch, TrainingModule
 
 
-def diagnose(module: PretrainModule, micro_batches: list[tuple[dict[str, Tensor], int]]) -> dict[str, Any]:
+def diagnose(module: TrainingModule, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """List what is not finite on this rank after a step: weights, gradients, and the first output in a forward pass.
 
     Args:
-        micro_batches: of the step, each with its `batch_idx` in Lightning.
+        micro_batches: of the step.
     """
     report: dict[str, Any] = parameters_that_are_not_finite(module.model, module.optimizer.gradients())
     eager = torch.compiler.set_stance("force_eager")  # hooks break the graphs: each layer would be compiled in pieces
     with torch.no_grad(), eager, FirstNonFiniteOutput(module.model) as watched:
-        for batch, batch_idx in micro_batches:  # all: the tensor ranks communicate, and may not see the same values
-            module.loss_sums(batch, module.dropout_keys(batch, batch_idx))
+        for micro_batch in micro_batches:  # all: the tensor ranks communicate, and may not see the same values
+            module.loss_sums(micro_batch, module.dropout_keys(micro_batch))
     return report | {"forward": watched.name, "tp_rank": module.parallel.tp_rank, "dp_rank": module.parallel.dp_rank}
 
 

@@ -60,11 +60,10 @@ class LayerStatistics(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure the first micro-batch of a chosen step."""
-        is_first = batch_idx % trainer.accumulate_grad_batches == 0
-        if is_first and self._is_chosen(pl_module) and pl_module.parallel.dp_rank == 0:
+        if self._is_chosen(pl_module) and pl_module.parallel.dp_rank == 0:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                self.sublayers = measure_sublayers(pl_module.model, lambda: pl_module.loss_sums(batch, None))
-            self.num_sequences = len(batch["tokens"])
+                self.sublayers = measure_sublayers(pl_module.model, lambda: pl_module.loss_sums(batch[0], None))
+            self.num_sequences = len(batch[0]["tokens"])
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Add the gradients of a chosen step, and write its line."""

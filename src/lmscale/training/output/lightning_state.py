@@ -46,36 +46,31 @@ def from_json(value: Any) -> Any:
     return {key: from_json(item) for key, item in value.items()}
 
 
-def at_last_update(loops: dict[str, Any], num_since: int) -> dict[str, Any]:
-    """Lightning's loop state, set back to the last update.
-
-    Args:
-        num_since: micro-batches since then; no checkpoint has their gradients, so they are repeated.
-    """
-    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        for name in counts:
-            counts[name] -= num_since
-    return loops
-
-
-def loops_after(loops: dict[str, Any], step: int, num_micro_batches: int) -> dict[str, Any]:
-    """Lightning's loop state in `on_train_batch_end` of a step, in a run of one epoch.
+def loops_after(loops: dict[str, Any], step: int) -> dict[str, Any]:
+    """The state of Lightning's fit loop in `on_train_batch_end` of a step, in a run of one epoch.
 
     It is computed from the step instead of stored, so that a run's checkpoint does not depend on Lightning's version.
 
     Args:
         loops: of a Trainer that has not begun.
-        num_micro_batches: of each step.
     """
-    batches = step * num_micro_batches
     loops["epoch_loop.state_dict"]["_batches_that_stepped"] = step - 1
     optimization = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     for count in ("total", "current"):
-        done = dict.fromkeys(("ready", "started", "processed"), batches) | {"completed": batches - 1}
+        done = dict.fromkeys(("ready", "started", "processed"), step) | {"completed": step - 1}
         loops["epoch_loop.batch_progress"][count] = done
         optimization["step"][count] = {"ready": step, "completed": step}
         optimization["zero_grad"][count] = dict.fromkeys(("ready", "started", "completed"), step)
         loops["epoch_loop.scheduler_progress"][count] = {"ready": step, "completed": step}
         loops["epoch_progress"][count] |= {"ready": 1, "started": 1}
     return loops
+
+
+def count_steps(loops: dict[str, Any]) -> None:
+    """Let the state of Lightning's fit loop count steps as batches: a batch of an older checkpoint is a micro-batch."""
+    steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for count, batches in loops["epoch_loop.batch_progress"].items():
+        if count in steps:
+            in_hook = batches["processed"] - batches["completed"]  # 1 when saved in `on_train_batch_end`
+            batches |= dict.fromkeys(("ready", "started", "processed"), steps[count]["completed"])
+            batches["completed"] = batches["processed"] - in_hook

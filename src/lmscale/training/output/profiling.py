@@ -53,7 +53,7 @@ class StepProfiler(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Advance the profiler by one step."""
-        if self._profile is not None and pl_module.is_last_micro_batch:
+        if self._profile is not None:
             self._num_steps += 1
             self._profile.step()
 

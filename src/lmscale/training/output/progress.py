@@ -40,7 +40,7 @@ class ProgressLine(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Show a completed step on rank 0, if a line is due."""
         step = pl_module.completed_steps
-        if not (trainer.is_global_zero and pl_module.is_last_micro_batch and self.report.metrics):
+        if not (trainer.is_global_zero and self.report.metrics):
             return
         if self.live:
             is_due = time.monotonic() - self._shown_at > 0.25

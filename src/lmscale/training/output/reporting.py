@@ -5,7 +5,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
@@ -63,43 +62,32 @@ class StepReport(L.Callback):
         self.diagnosis: dict[str, Any] = {}
         self.training_from = time.time()
         self._layer_norms: dict[str, float] = {}
-        self._micro_batches: list[tuple[dict[str, Tensor], int]] = []  # of the current step
         self._batch_end: float | None = None
         self._steps_since_row = 0
         self.timer: PhaseTimer | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create the timer."""
-        self.timer = PhaseTimer(pl_module.device)
+        """Create the timer, and let the module tell of its passes."""
+        self.timer = timer = PhaseTimer(pl_module.device)
+
+        def progress(activity: str) -> None:
+            self._mark(pl_module, activity)
+            phase = activity.partition(" ")[0]
+            if phase in PHASES:
+                timer.enter(phase)
+
+        pl_module.progress = progress
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the time since the end of the last micro-batch as data loading; the forward pass starts."""
+        """Count the time since the end of the last step as data loading."""
         now = time.perf_counter()
-        if self._batch_end is not None:
-            self.timer.add("data", now - self._batch_end)
-        if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._step_start, self._micro_batches = self._batch_end or now, []
-        self._micro_batches.append((batch, batch_idx))
-        self._mark(pl_module, f"forward pass of micro-batch {len(self._micro_batches)}")
-        self.timer.enter("forward")
-
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """The forward pass has ended, the backward pass starts."""
-        self._mark(pl_module, f"backward pass of micro-batch {len(self._micro_batches)}")
-        self.timer.enter("backward")
-
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The sum of the gradients over the ranks follows the last backward pass and counts as part of it."""
-        if pl_module.is_last_micro_batch:
-            self._mark(pl_module, "sum of the gradients over the data ranks")
+        self._step_start = self._batch_end or now
+        self.timer.add("data", now - self._step_start)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """The gradients are complete and the learning rate is set; the optimizer starts."""
-        self._mark(pl_module, "optimizer")
-        self.timer.enter("optimizer")
-        self._lr = optimizer.param_groups[0]["lr"]
+        """Compute the norms of the complete gradients, if they are reported."""
         if self.run.logger.layer_grad_norms and self._reports(trainer, pl_module.completed_steps + 1):
             self._layer_norms = layer_gradient_norms(optimizer)
 
@@ -108,12 +96,6 @@ class StepReport(L.Callback):
     ) -> None:
         """Write the row of the step, if it has one; stop a run without finite gradients."""
         self.timer.enter(None)
-        if pl_module.is_last_micro_batch:
-            self._end_step(trainer, pl_module)
-        self.watchdog.mark(f"data for step {pl_module.completed_steps + 1}")
-        self._batch_end = time.perf_counter()
-
-    def _end_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         step, optimizer = pl_module.completed_steps, pl_module.optimizer
         self._steps_since_row += 1
         losses = None
@@ -125,8 +107,10 @@ class StepReport(L.Callback):
         # The host does not wait for the GPU: without a row it learns of a skipped step one step later.
         counters, limit = optimizer.counters, self.run.trainer.max_skipped_steps
         if counters.known.skipped_in_a_row > limit and counters.read().skipped_in_a_row > limit:
-            self.diagnosis = diagnose(pl_module, self._micro_batches)
+            self.diagnosis = diagnose(pl_module, batch)
             self.ending.stop(trainer, DIVERGED)
+        self.watchdog.mark(f"data for step {step + 1}")
+        self._batch_end = time.perf_counter()
 
     def _reports(self, trainer: L.Trainer, step: int) -> bool:
         """Whether the step has a row; a validated step always has one, for its validation losses."""
@@ -142,7 +126,7 @@ class StepReport(L.Callback):
         tokens = self.run.global_batch_size * self.run.data.seq_length
         flops_per_s = self.flops_per_step / seconds["step"] / (context.tp_size * context.dp_size)
         metrics = pl_module.named_losses("train", losses) | {
-            "lr": self._lr,
+            "lr": pl_module.step_lr,
             "grad_norm": counters.grad_norm,
             **{f"grad_norm/{part}": norm for part, norm in self._layer_norms.items()},
             "loss_scale": counters.loss_scale,
@@ -201,5 +185,6 @@ class SampleDigest(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Add the samples of a micro-batch."""
-        self.value = self.value + digest_of_samples(batch["sample_numbers"], batch["sample_indices"])
+        """Add the samples of a step."""
+        for micro_batch in batch:
+            self.value = self.value + digest_of_samples(micro_batch["sample_numbers"], micro_batch["sample_indices"])

@@ -69,8 +69,6 @@ class Checkpointing(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Agree with the other ranks on what is due; save now unless this step is validated first."""
-        if not pl_module.is_last_micro_batch:
-            return
         step, config = pl_module.completed_steps, self.config
         minutes = (time.monotonic() - self.saved_at) / 60
         by_clock = config.save_every_minutes is not None and minutes >= config.save_every_minutes

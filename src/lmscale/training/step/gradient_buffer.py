@@ -24,11 +24,11 @@ class _Piece(NamedTuple):
 
 
 def needs_buffer(dtype: torch.dtype, context: ParallelContext) -> bool:
-    """Whether the optimizer sums the gradients itself, in a `GradientBuffer`; otherwise torch's DDP does.
+    """Whether the gradients are summed in a `GradientBuffer`; otherwise autograd adds them to those of the parameters.
 
-    Half types would lose small gradients in sums of their own type; with `zero1` a sum goes to its owner alone.
+    Half types would lose small gradients in sums of their own type; several data ranks reduce the buffer in pieces.
     """
-    return dtype in (torch.float16, torch.bfloat16) or context.zero1
+    return dtype in (torch.float16, torch.bfloat16) or context.dp_size > 1 or context.zero1
 
 
 class GradientBuffer:

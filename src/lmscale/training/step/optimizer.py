@@ -17,12 +17,11 @@ from .optimizer_state import MOMENTS, OptimizerState
 class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
     """AdamW over one rank's shard: unscale, agree on overflow, clip by the global norm, update fp32 masters, copy back.
 
-    Parameters of half types have an fp32 master, and the gradients of micro-batches are added in fp32
-    (`GradientBuffer`). fp32 and fp64 parameters are their own masters and accumulate their own gradients. With
-    `context.zero1` a data rank has masters and moments only of the parameters it owns, and the gradients of all types
-    go through the buffer. Weight decay applies to matrices and embeddings, not to biases and LayerNorms (section 4.2),
-    which are the parameters of one dimension. If a gradient is not finite on any rank, all ranks skip the step:
-    weights and moments stay, `Counters.num_skipped` increases.
+    Parameters of half types have an fp32 master; fp32 and fp64 parameters are their own masters. Gradients are added,
+    in fp32 for half types, in a `GradientBuffer`, or by autograd if `needs_buffer` is false. With `context.zero1` a
+    data rank has masters and moments only of the parameters it owns. Weight decay applies to matrices and embeddings,
+    not to biases and LayerNorms (section 4.2), which are the parameters of one dimension. If a gradient is not finite
+    on any rank, all ranks skip the step: weights and moments stay, `Counters.num_skipped` increases.
 
     Norm, overflow, clipping, loss scale and counters stay on the device: `step` has no host synchronization.
 
@@ -93,16 +92,12 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         self._update = OnePass(compiles) if compiles or config.moments == "bf16" else update_by_torch
 
     def start_grad_sync(self) -> None:
-        """Reduce the gradients of the buffer during the next backward pass, the last of the step (`GradientBuffer`).
-
-        Gradients outside the buffer are reduced by DDP, which is then not in `no_sync`.
-        """
+        """Reduce the gradients during the next backward pass, the last of the step (`GradientBuffer`)."""
         if self.buffer is not None:
             self.buffer.start_grad_sync()
 
     def reduce_gradients(self) -> None:
-        """Add the gradients of the buffer over the data group (DDP has added the others), and make those of replicated
-        parameters the same on all ranks.
+        """Add the gradients over the data group, and make those of replicated parameters the same on all ranks.
 
         Communicates:
             as `GradientBuffer.reduce`; as `sync_replicated_gradients`, of the replicated parameters that this rank

@@ -25,18 +25,21 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse settings of the Trainer that the training step does not support.
 
     Raises:
-        ValueError: a strategy without tensor ranks, clipping by value, mixed precision, an accumulation that changes,
-            or an average of weights.
+        ValueError: a strategy without tensor ranks, clipping by value, mixed precision, an accumulation of batches, or
+            an average of weights.
     """
     check_strategy(trainer)
     dtype_of_trainer(trainer)
     if trainer.gradient_clip_algorithm == "value":
         raise ValueError("`gradient_clip_algorithm` must be norm (of the whole model's gradient), but is value")
-    for callback in trainer.callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
+    schedulers = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+    for accumulated in (*schedulers, trainer.accumulate_grad_batches):
+        if accumulated != 1:
             raise ValueError(
-                f"`accumulate_grad_batches` must stay the same during a run, but is {callback.scheduling} by epoch"
+                "`accumulate_grad_batches` must be 1, because a batch is a whole step that the module's "
+                f"`micro_batch_size` divides, but is {accumulated}"
             )
+    for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ValueError(
                 "`callbacks` must not average weights, which copies a module without its ranks, but there is "
