@@ -17,7 +17,7 @@ from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.planner.question import plan_layout
 from lmscale.planner.workload import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.training import fit
-from lmscale.training.resolve import resolve_layout, resolve_recompute
+from lmscale.training.resolve import resolve_layout, resolve_recompute, workload_of
 
 GIB = 2**30
 GRID = [
@@ -79,7 +79,7 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
     """The memory check of `train.py` on a machine with this much memory."""
     monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    workload = fit.workload_of(run)
+    workload = workload_of(run)
     layout = resolve_layout(run.parallel, workload, None, accelerator)
     fit.check_memory(run.name, workload, layout, None, accelerator == "gpu")
 
@@ -130,7 +130,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
-            trained = resolve_layout(run.parallel, fit.workload_of(run), None, "gpu")
+            trained = resolve_layout(run.parallel, workload_of(run), None, "gpu")
         except ValueError:  # no layout fits, or none on eight GPUs
             with pytest.raises(ValueError, match="no tp_size fits"):
                 plan_layout(wanted)
@@ -170,7 +170,7 @@ def test_the_cpu_cluster_reserves_the_same_memory_as_a_run() -> None:
 def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(composed, tmp_path, monkeypatch) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
-    workload = fit.workload_of(run)
+    workload = workload_of(run)
     layout = fit.Layout(tp_size=1, dp_size=1)
     needed = {}
     for mode in ("none", "selective", "full"):

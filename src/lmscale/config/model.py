@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from .checks import require_above_zero, require_fraction, require_one_of, require_positive
-from .family import family_of, load
+from .family import Family, family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 ATTENTIONS = ("sdpa", "flash", "efficient", "exact", "auto")
@@ -79,9 +79,9 @@ class ModelConfig:
             `flash` or `efficient`; `exact`: plain softmax(QK^T/sqrt(d))V, whose dropout mask does not depend on the
             layout; or `auto`, the fastest by measurement, which a run resolves before a model is built and its
             checkpoints keep.
-        recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run's preflight check and
-            the planner resolve by memory before a model is built.
-        name: of the model, for names of runs; equal sizes under two names are equal.
+        recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run and the
+            planner resolve by memory.
+        name: label used in the names of runs; ignored in comparisons.
 
     Raises:
         ValueError: a size that is not positive, heads that do not divide the hidden size, an unknown choice.
@@ -146,6 +146,11 @@ class ModelConfig:
         return TransformerConfig(**values)
 
     @property
+    def traits(self) -> Family:
+        """What the model's family says of its code and sizes."""
+        return family_of(self.family)
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the word embedding (v): `vocab_size` rounded up to `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
@@ -178,7 +183,7 @@ class ModelConfig:
     @property
     def gelu_form(self) -> str:
         """`tanh` for GPT-2, `erf` for BERT, unless set."""
-        return self.gelu or family_of(self.family).gelu
+        return self.gelu or self.traits.gelu
 
     @property
     def input_dropout(self) -> float:

@@ -3,7 +3,6 @@
 import re
 
 from ..config import Recompute, TransformerConfig
-from ..config.family import family_of
 
 TERA = 1e12
 
@@ -101,7 +100,7 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
 
     Source: section 4.1 for GPT; Devlin et al. 2018.
     """
-    return max(1, round(family_of(config.family).scored_share * seq_length))
+    return max(1, round(config.traits.scored_share * seq_length))
 
 
 def num_recomputed_whole(config: TransformerConfig) -> int:

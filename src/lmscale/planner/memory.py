@@ -8,7 +8,6 @@ temporaries of single kernels.
 from dataclasses import dataclass
 
 from ..config import Recompute, TransformerConfig
-from ..config.family import family_of
 from ..partition import part_sizes, rows_at_once
 from .flops import scored_tokens
 from .params import count_parameters, parameter_sizes
@@ -140,13 +139,15 @@ def estimate_memory(
 
     Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
-    e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
     num_parameters = count_parameters(config, tp_size, pad_heads).per_rank
+    sizes = parameter_sizes(config, tp_size, pad_heads)
+    num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
+    e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
+    num_scored, head = b * scored_tokens(config, s), config.traits.head
     is_half = e < FP32_BYTES
     own = b * s // tp_size if cuts_sequence else b * s  # tokens of a rank outside the parallel region
     layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
     mask = own * h if config.input_dropout > 0 else 0
-    num_scored, head = b * scored_tokens(config, s), family_of(config.family).head
     num_outer = config.placement.num_outer_norms
     around = num_outer * own * h * e + num_scored * h * e * (1 + head.num_tensors) + mask
     if is_half and not on_gpu:  # the input of a LayerNorm in fp32
@@ -157,8 +158,6 @@ def estimate_memory(
         recomputed = _core_bytes(config, tp_size, b, s, e, on_gpu)
     gradients = num_parameters * max(e, FP32_BYTES)
     columns = config.padded_vocab_size // tp_size
-    sizes = parameter_sizes(config, tp_size, pad_heads)
-    num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
     moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
     has_buffer = is_half or zero1 or dp_size > 1
     widens_whole = half_moments and on_gpu and not compiles

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from ..config import TransformerConfig
-from ..config.family import family_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def count_parameters(config: TransformerConfig, tp_size: int = 1, pad_heads: boo
         "mlp": num_layers * h,
         "layer norms": (config.placement.num_layer_norms * num_layers + config.placement.num_outer_norms) * 2 * h,
     }
-    family = family_of(config.family)
+    family = config.traits
     if family.num_token_types:
         replicated["token-type embedding"] = family.num_token_types * h
     for part, size, is_sharded in family.head.parameters(h, v):
@@ -94,7 +93,7 @@ def parameter_sizes(config: TransformerConfig, tp_size: int, pad_heads: bool = F
     up, qkv, norm = [f, f * h], [3 * a, 3 * a * h], [h, h]
     mlp, attention = [h, f * h, *(up[::-1] if tp_size > 1 else up)], [h, h * a]
     attention += qkv[::-1] if tp_size > 1 else qkv
-    family, placement, layers = family_of(config.family), config.placement, []
+    family, placement, layers = config.traits, config.placement, []
     heads = [size for _, size, _ in family.head.parameters(h, v)]
     for of_layer in reversed(config.layer_placements):
         before, after = len(of_layer.before) * norm, len(of_layer.after) * norm
@@ -112,7 +111,7 @@ def parameters_in_order(config: TransformerConfig, tp_size: int) -> list[tuple[i
         backward pass.
     """
     h, f, v = config.hidden_size, config.ffn_size // tp_size, config.padded_vocab_size // tp_size
-    a, family, placement = config.padded_width(tp_size) // tp_size, family_of(config.family), config.placement
+    a, family, placement = config.padded_width(tp_size) // tp_size, config.traits, config.placement
     norm = [(h, True), (h, True)]
     norms = len(placement.before + placement.after) * norm
     attention = [(3 * a * h, False), (3 * a, False), (h * a, False), (h, True)]

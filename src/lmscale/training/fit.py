@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import Layout, Recompute
-from ..config.family import family_of
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB
 from ..planner.workload import (
-    STAND_IN_VOCAB_SIZE,
     Workload,
     checkpoint_bytes,
     first_mode_that_fits,
@@ -22,24 +20,6 @@ from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
-
-
-def workload_of(run: RunConfig, compiles: bool = False, attention: str = "sdpa") -> Workload:
-    """The run as the planner sees it; until `model.recompute=auto` is resolved, nothing is recomputed.
-
-    Args:
-        attention: in place of `model.attention=auto`.
-    """
-    return Workload(
-        run.model.resolve(STAND_IN_VOCAB_SIZE, attention),
-        run.micro_batch_size,
-        run.global_batch_size,
-        run.data.seq_length,
-        run.precision.dtype,
-        run.trainer.max_steps,
-        half_moments=run.optimizer.moments == "bf16",
-        compiles=compiles,
-    )
 
 
 def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: World | None) -> None:
@@ -55,7 +35,7 @@ def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: W
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
             raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
-    num_tensors = family_of(run.model.family).num_sample_tensors  # int64 [s], per sample and once more stacked
+    num_tensors = run.model.traits.num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
     there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
     largest = there // (sequence * ranks) * layout.dp_size

@@ -136,11 +136,12 @@ def check(run: RunConfig) -> CheckedRun:
     checkpoint, kept = (None, None) if is_new else _find_checkpoint(run, on_gpu)
 
     kept_compile = keep_compile(run, on_gpu, kept)
+    pays_on_cpu = compiling_pays(run, 1 if world is None else world.size // world.local_size)
     kernels = choose_kernels(
         on_gpu=on_gpu,
         kernels=run.kernels,
         compiles=kept_compile,
-        pays_on_cpu=compiling_pays(run, 1 if world is None else world.size // world.local_size),
+        pays_on_cpu=pays_on_cpu,
         cuda_graphs=run.cuda_graphs,
         dtype=run.precision.dtype,
     )
@@ -149,7 +150,7 @@ def check(run: RunConfig) -> CheckedRun:
         parallel, num_threads = read_measured_layout(run, on_gpu, kernels.compiles)
     attention = resolve_attention(run, on_gpu, kernels.compiles, kept)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
-    workload = fit.workload_of(run, kernels.compiles, attention or "sdpa")
+    workload = workload_of(run, kernels.compiles, attention or "sdpa")
     layout = resolve_layout(parallel, workload, world, accelerator)
     run.check_layout(layout)
     workload = resolve_recompute(run, workload, layout, on_gpu)
@@ -302,6 +303,24 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, kept: Any) -
     if on_gpu:
         return "sdpa" if run.deterministic else None  # two measurements need not agree
     return choose_attention(compiles, run.model.attention_dropout)
+
+
+def workload_of(run: RunConfig, compiles: bool = False, attention: str = "sdpa") -> Workload:
+    """The run as the planner sees it; until `model.recompute=auto` is resolved, nothing is recomputed.
+
+    Args:
+        attention: in place of `model.attention=auto`.
+    """
+    return Workload(
+        run.model.resolve(STAND_IN_VOCAB_SIZE, attention),
+        run.micro_batch_size,
+        run.global_batch_size,
+        run.data.seq_length,
+        run.precision.dtype,
+        run.trainer.max_steps,
+        half_moments=run.optimizer.moments == "bf16",
+        compiles=compiles,
+    )
 
 
 def resolve_layout(request: ParallelConfig, workload: Workload, world: World | None, accelerator: str) -> Layout:

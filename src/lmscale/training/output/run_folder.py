@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, write_atomically
-from ...config.family import family_of, load
+from ...config.family import load
 from ...data.prepare import corpus_unigram_cross_entropy
 from ...results import new_record, write_record
 from ..agreement import Agreement
@@ -144,7 +144,7 @@ def write_run_record(
         started: when this start began, seconds since the epoch.
         seconds: of training alone, by all starts.
     """
-    terms, metrics = load(family_of(agreed.model.family).loss).TERMS, {}
+    terms, metrics = load(agreed.model.traits.loss).TERMS, {}
     units = {f"val/{term}_loss": f"nats/{what}" for term, what in terms.items()}
     # The sum of a mean over masked tokens and a mean over sequences is neither: nats.
     total = "nats" if len(terms) > 1 else next(iter(units.values()))
