@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..config.pretrain import RunConfig
 from ..data.prepare import prepare_corpus, warn_of_repetition
 from ..models.attention_backend import preferred_backend
-from .callbacks import add_callbacks
+from .callbacks.order import add_callbacks
 from .job import PretrainJob
 from .module import PretrainModule
 from .output.announcement import warn_of_costly_validation

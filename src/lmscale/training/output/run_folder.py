@@ -9,6 +9,7 @@ from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, 
 from ...config.family import family_of, load
 from ...data.prepare import corpus_unigram_cross_entropy
 from ...results import new_record, write_record
+from ..callbacks.step_report import StepReport
 from ..job import PretrainJob
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.interruption import Interruption
@@ -16,7 +17,6 @@ from ..strategy import TensorParallelStrategy
 from .announcement import announce
 from .diagnosis import count_updates, first_cause
 from .metrics_file import MetricsFile
-from .reporting import StepReport
 from .resuming import CHECKPOINTS, Start
 
 METRICS, RECORD = "metrics.csv", "record.json"

@@ -1,43 +1,14 @@
-"""The callbacks of a pretraining, in their order; here the sentinel over replicas."""
+"""Compares what ranks must hold alike."""
 
 import sys
 from typing import Any
 
 import lightning as L
 
-from ..parallel import first_difference
-from ..planner.flops import dense_peak_flops_per_s
-from .job import PretrainJob
-from .output.layer_statistics import LayerStatistics
-from .output.profiling import StepProfiler
-from .output.progress import ProgressLine
-from .output.reporting import SampleDigest, StepReport
-from .output.resuming import CHECKPOINTS
-from .output.saving import Checkpointing
-from .runtime.ending import Ending
-from .runtime.exit_codes import REPLICAS_DIFFER
-from .runtime.run import Run
-
-
-def add_callbacks(job: PretrainJob, running: Run) -> StepReport:
-    """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
-    run, ending = job.run, running.ending
-    peak = dense_peak_flops_per_s(job.device_name(), run.precision.dtype, run.trainer.matmul_precision)
-    digest, report = SampleDigest(), StepReport(run, job.config, peak, running.watchdog, ending)
-    callbacks = [digest]
-    if run.trainer.check_replicas_every_steps:
-        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, ending))
-    if run.trainer.profiler is not None:
-        callbacks.append(StepProfiler(running.folder / "profile"))
-    callbacks.append(report)
-    if run.logger.layer_statistics:
-        callbacks.append(LayerStatistics(run.logger.layer_statistics, running.folder))
-    if run.trainer.progress_bar:
-        callbacks.append(ProgressLine(report))
-    folder = running.folder / CHECKPOINTS
-    callbacks.append(Checkpointing(folder, run, running.interruption, ending, report, digest))
-    running.trainer.callbacks.extend(callbacks)
-    return report
+from ...parallel import first_difference
+from ..runtime.ending import Ending
+from ..runtime.exit_codes import REPLICAS_DIFFER
+from .sample_digest import SampleDigest
 
 
 class ReplicaSentinel(L.Callback):
