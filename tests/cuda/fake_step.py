@@ -34,7 +34,7 @@ ALLOWED_SYNCS = {
         "once per step, for the previous step's counters, which were copied while this one was queued"
     ),
     ("_local_scalar_dense", "parallel/fingerprint.py:first_difference"): "at each check of the replicas, its result",
-    ("host to device", "training/output/reporting.py:SampleDigest.on_train_start"): "once",
+    ("host to device", "training/callbacks/sample_digest.py:SampleDigest.on_train_start"): "once",
 }
 
 
@@ -58,8 +58,8 @@ class StepOrder:
 
     def start(self, module: Any) -> None:
         """The callbacks of training that hold tensors: the data digest, and the replica check that compares it."""
-        from lmscale.training.callbacks import ReplicaSentinel
-        from lmscale.training.output.reporting import SampleDigest
+        from lmscale.training.callbacks.replica_sentinel import ReplicaSentinel
+        from lmscale.training.callbacks.sample_digest import SampleDigest
 
         digest = SampleDigest()
         self.callbacks = [digest, ReplicaSentinel(NUM_STEPS, digest, ending=None)]

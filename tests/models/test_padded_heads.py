@@ -25,7 +25,7 @@ from lmscale.kernels import PLAIN
 from lmscale.models import build_model
 from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext
-from lmscale.training.output.layer_statistics import measure_sublayers
+from lmscale.training.callbacks.layer_statistics import measure_sublayers
 from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 

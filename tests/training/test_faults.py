@@ -14,8 +14,8 @@ from runs import assert_same_run, read_rows, run_jobs, tiny_run
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
+from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.module import PretrainModule
-from lmscale.training.output.reporting import SampleDigest
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR

@@ -13,7 +13,7 @@ from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
 from lmscale.parallel import ParallelContext
-from lmscale.training.output.layer_statistics import FILE, measure_sublayers
+from lmscale.training.callbacks.layer_statistics import FILE, measure_sublayers
 
 EXACT = {"logger__layer_grad_norms": True, "micro_batch_size": 2}
 LENGTHS = {"data__seq_length": 32, "model__max_position_embeddings": 32}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from entry_points import REPOSITORY, TINY, environment, train
 
-from lmscale.training.output.progress import ProgressLine, _clock, fields, fit
+from lmscale.training.callbacks.progress import ProgressLine, _clock, fields, fit
 
 
 def report(**metrics: float) -> SimpleNamespace:

@@ -37,7 +37,7 @@ class LoggerConfig:
         layer_grad_norms: also report the gradient norm of the embedding, of each layer and of the output part.
         layer_statistics: steps at which `layer_statistics.jsonl` gets the statistics of each sublayer: variance of its
             branch, the share that does not depend on the input, gradient norm and attention entropy; see
-            `training/output/layer_statistics.py`. Each costs one forward pass. [] is none.
+            `training/callbacks/layer_statistics.py`. Each costs one forward pass. [] is none.
         tensorboard: write TensorBoard events.
         wandb: log to Weights & Biases; needs the wandb package.
         project: name of the project on Weights & Biases.

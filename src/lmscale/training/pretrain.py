@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..data.prepare import warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
-from .callbacks import add_callbacks
+from .callbacks.order import add_callbacks
 from .module import PretrainModule
 from .output.announcement import warn_of_costly_validation
 from .output.events import optional_loggers

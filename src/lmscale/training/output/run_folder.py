@@ -10,6 +10,7 @@ from ...config.family import load
 from ...data.prepare import corpus_unigram_cross_entropy
 from ...results import new_record, write_record
 from ..agreement import Agreement
+from ..callbacks.step_report import StepReport
 from ..resolve import ResolvedRun
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.gpu_settings import device_name, gpu_settings
@@ -18,7 +19,6 @@ from ..strategy import TensorParallelStrategy
 from .announcement import announce
 from .diagnosis import count_updates, first_cause
 from .metrics_file import MetricsFile
-from .reporting import StepReport
 from .resuming import CHECKPOINTS
 
 METRICS, RECORD = "metrics.csv", "record.json"

@@ -16,7 +16,8 @@ from ...parallel.data_collectives import sum_over_data_ranks
 from ..runtime.ending import Ending
 from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ..runtime.interruption import Interruption
-from .reporting import SampleDigest, StepReport
+from .sample_digest import SampleDigest
+from .step_report import StepReport
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
 

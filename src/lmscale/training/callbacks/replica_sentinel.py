@@ -1,45 +1,14 @@
-"""The callbacks of a pretraining, in their order; here the sentinel over replicas."""
+"""Compares what ranks must hold alike."""
 
 import sys
 from typing import Any
 
 import lightning as L
 
-from ..parallel import first_difference
-from ..planner.flops import dense_peak_flops_per_s
-from .agreement import Agreement
-from .output.layer_statistics import LayerStatistics
-from .output.profiling import StepProfiler
-from .output.progress import ProgressLine
-from .output.reporting import SampleDigest, StepReport
-from .output.resuming import CHECKPOINTS
-from .output.saving import Checkpointing
-from .resolve import ResolvedRun
-from .runtime.ending import Ending
-from .runtime.exit_codes import REPLICAS_DIFFER
-from .runtime.gpu_settings import device_name
-from .runtime.session import RankSession
-
-
-def add_callbacks(job: ResolvedRun, agreed: Agreement, session: RankSession) -> StepReport:
-    """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
-    run, ending = job.run, session.ending
-    peak = dense_peak_flops_per_s(device_name(job.on_gpu), run.precision.dtype, run.trainer.matmul_precision)
-    digest, report = SampleDigest(), StepReport(run, agreed.model, peak, session.watchdog, ending)
-    callbacks = [digest]
-    if run.trainer.check_replicas_every_steps:
-        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, ending))
-    if run.trainer.profiler is not None:
-        callbacks.append(StepProfiler(session.folder / "profile"))
-    callbacks.append(report)
-    if run.logger.layer_statistics:
-        callbacks.append(LayerStatistics(run.logger.layer_statistics, session.folder))
-    if run.trainer.progress_bar:
-        callbacks.append(ProgressLine(report))
-    folder = session.folder / CHECKPOINTS
-    callbacks.append(Checkpointing(folder, run, agreed.describe(job), session.interruption, ending, report, digest))
-    session.trainer.callbacks.extend(callbacks)
-    return report
+from ...parallel import first_difference
+from ..runtime.ending import Ending
+from ..runtime.exit_codes import REPLICAS_DIFFER
+from .sample_digest import SampleDigest
 
 
 class ReplicaSentinel(L.Callback):

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 import lightning as L
 
-from .reporting import StepReport
+from .step_report import StepReport
 
 
 class ProgressLine(L.Callback):

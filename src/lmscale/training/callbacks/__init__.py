@@ -1,0 +1,1 @@
+"""The callbacks of a pretraining, one per file."""
