@@ -123,11 +123,10 @@ def test_a_run_reports_the_chosen_kernels_and_refuses_unknown_ones(tmp_path) -> 
 
 
 def test_the_compiler_keeps_every_graph_of_a_layer() -> None:
-    """Beyond its limit, 8 in torch, a layer runs eagerly, with a warning only. DDP must not cut the graphs."""
+    """Beyond its limit, 8 in torch, a layer runs eagerly, with a warning only."""
     settings = torch._dynamo.config
     config = small_config("bert", norm_order="mix")
     kinds_of_layers, with_and_without_mask, batches = 2, 2, 3  # of training, of validation, and its last
-    with settings.patch(recompile_limit=8, optimize_ddp=True):  # pytest's monkeypatch would leave them deleted
+    with settings.patch(recompile_limit=8):  # pytest's monkeypatch would leave them deleted
         build_model(config, ParallelContext(), seed=None, kernels=Kernels(compiles=True))
         assert settings.recompile_limit >= kinds_of_layers * with_and_without_mask * batches
-        assert not settings.optimize_ddp

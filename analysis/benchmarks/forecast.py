@@ -71,12 +71,12 @@ def h200(graphs: bool = False, **rates: float) -> Cluster:
 
 
 def model(name: str) -> TransformerConfig:
-    """A model of conf/model as the comparison builds it: nothing recomputed."""
+    """A model of conf/model as the comparison builds it: nothing recomputed, a fused attention core."""
     folder = ROOT / "conf" / "model"
     sizes = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     base = sizes.pop("defaults")[0].split("@")[0]
-    values = yaml.safe_load((folder / f"{base}.yaml").read_text(encoding="utf-8")) | sizes | {"recompute": "none"}
-    return TransformerConfig(**values)
+    values = yaml.safe_load((folder / f"{base}.yaml").read_text(encoding="utf-8")) | sizes
+    return TransformerConfig(**values | {"recompute": "none", "attention": "sdpa"})
 
 
 def plan_of(

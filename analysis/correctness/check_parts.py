@@ -52,15 +52,15 @@ class Layout:
         ]
 
 
-ONE_RANK = Layout()
+ONE_RANK = Layout(1, 1)
 
 
 def layouts_of(ranks: int) -> list[Layout]:
     """The layouts that are compared with one rank; 8 heads divide over the largest power of two of the ranks."""
     tp_size = 1 << (ranks.bit_length() - 1)
-    layouts = [Layout(tp_size=tp_size), Layout(dp_size=ranks), Layout(tp_size=tp_size, sequence_parallel=True)]
+    layouts = [Layout(tp_size, 1), Layout(1, ranks), Layout(tp_size, 1, sequence_parallel=True)]
     if ranks >= 4:
-        layouts.append(Layout(tp_size=2, dp_size=ranks // 2, sequence_parallel=True, zero1=True))
+        layouts.append(Layout(2, ranks // 2, sequence_parallel=True, zero1=True))
     return layouts
 
 
@@ -229,7 +229,7 @@ def compare_replicas(check: Check) -> None:
 
     The other bf16 runs are deterministic, and sequence parallel: their kernels are not tuned by timing.
     """
-    layout = Layout(tp_size=2, dp_size=max(1, check.ranks // 2))
+    layout = Layout(2, max(1, check.ranks // 2))
     own = ["deterministic=false", "trainer.check_replicas_every_steps=1", f"trainer.max_steps={COMPARED_STEPS}"]
     arguments = [*train_arguments(check, "bf16"), *layout.overrides(), f"hydra.run.dir={check.folder / 'replicas'}"]
     kernels = str(check.folder / "kernels")

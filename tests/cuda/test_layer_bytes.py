@@ -83,7 +83,7 @@ def check_layer(guard: Path, case: dict, tolerance: float, left_out: int = 0) ->
     s, b, float8 = case["s"], case["b"], case.get("float8", False)
     sizes = case["hidden_size"], case["heads"], 50257, s
     config = TransformerConfig(case.get("family", "gpt"), 2, *sizes, **case.get("model", {}))
-    layout = Layout(case.get("tp_size", 1), sequence_parallel=case.get("sequence_parallel", False))
+    layout = Layout(tp_size=case.get("tp_size", 1), sequence_parallel=case.get("sequence_parallel", False))
     layer = LayerCounts(config, config.placement, layout, b, s, "fp8" if float8 else "bf16")
     more = 0, left_out * layer.own * layer.width
     for calls, operations, extra in zip(graphs, (layer.forward("forward"), layer.backward()), more, strict=True):

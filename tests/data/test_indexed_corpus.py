@@ -106,7 +106,7 @@ def test_a_blend_takes_from_each_dataset_in_proportion_and_in_its_own_order(fold
 
 
 def iter_steps(module: PretrainDataModule):
-    """Each training step's micro-batches as one."""
+    """The training steps, as arrays."""
     from types import SimpleNamespace
 
     import torch
@@ -115,7 +115,7 @@ def iter_steps(module: PretrainDataModule):
         strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1), root_device=torch.device("cpu"))
     )
     for step in module.step_loader():
-        yield {key: torch.cat([micro[key] for micro in step]).numpy() for key in step[0]}
+        yield {key: values.numpy() for key, values in step.items()}
 
 
 def test_validation_takes_all_of_every_dataset_or_the_first_of_each_by_weight(folder) -> None:

@@ -49,17 +49,23 @@ def test_every_layout_divides_the_same_steps(sets, name, dp_size, micro) -> None
     whole = list(TrainingSteps(features, 4, 4, 2, seed=7, pool_batches=3))
     ranks = [list(TrainingSteps(features, 4, micro, 2, 7, 3, rank, dp_size)) for rank in range(dp_size)]
     assert all(len(steps) == len(whole) for steps in ranks)
+
+    def items(batch) -> list[int]:
+        """The item of each row of `weights`, from the dropout numbers of its sequences."""
+        numbers = batch["dropout_numbers"].view(-1, features.num_choices)
+        assert torch.equal(numbers, numbers[:, :1] + torch.arange(features.num_choices))
+        return (numbers[:, 0] // features.num_choices).tolist()
+
     seen = []
     for number, step in enumerate(whole):
         parts = [batch for steps in ranks for batch in steps[number]]
         assert all(len(steps[number]) >= 1 for steps in ranks)
-        numbers = torch.cat([part["numbers"][part["weights"] > 0] for part in parts])
-        assert sorted(numbers.tolist()) == sorted(step[0]["numbers"].tolist())
-        labels = {int(n): row.tolist() for p in parts for n, row in zip(p["numbers"], p["labels"], strict=True)}
-        expected = zip(step[0]["numbers"], step[0]["labels"], strict=True)
-        assert labels == {int(n): row.tolist() for n, row in expected}
-        assert all(part["step_items"] == len(step[0]["numbers"]) for part in parts)
-        seen += numbers.tolist()
+        scored = [item for part in parts for item, w in zip(items(part), part["weights"], strict=True) if w > 0]
+        assert sorted(scored) == sorted(items(step[0]))
+        labels = {n: row.tolist() for part in parts for n, row in zip(items(part), part["labels"], strict=True)}
+        assert labels == {n: row.tolist() for n, row in zip(items(step[0]), step[0]["labels"], strict=True)}
+        assert sum(part["weights"].sum() for part in parts) == len(step[0]["weights"])
+        seen += scored
     assert sorted(seen) == list(range(2 * len(features)))
 
 

@@ -183,9 +183,7 @@ def test_the_refusal_names_the_sizes_that_divide_and_the_key(heads: int, tp_size
         count_model_parameters(config, tp_size)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"ffn_hidden_size": 100}, {"vocab_multiple": 8}, {"vocab_size": None, "vocab_multiple": 8}]
-)
+@pytest.mark.parametrize("changes", [{"ffn_hidden_size": 100}, {"vocab_multiple": 8}])
 def test_the_refusal_does_not_name_the_key_where_padding_does_not_help(changes: dict) -> None:
     config = small_config("gpt", **{"ffn_hidden_size": 96, "vocab_multiple": 96} | changes)
     with pytest.raises(ValueError, match=r"`num_attention_heads` must be .* but is 4; valid sizes: 1, 2, 4$"):

@@ -9,7 +9,7 @@ import pytest
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-MAKE_FIGURES = FOLDER.parent / "analysis" / "report" / "make_figures.py"
+MAKE_FIGURES = FOLDER.parent / "analysis" / "pages" / "make_figures.py"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 STORIES = NOTEBOOKS[:-1]  # of the paper; the last one shows the user's runs
 FASTEST = "01_parameter_counts"

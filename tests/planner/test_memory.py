@@ -196,7 +196,7 @@ def test_a_compiled_update_of_bf16_moments_has_no_temporaries() -> None:
 
 def smallest(config: TransformerConfig, b: int, dtype: str, usable: int, **more: object) -> int | None:
     job = Workload(config, b, b, 1024, dtype, 1)
-    found = smallest_layout(job, Layout, usable, on_gpu=True, **more)
+    found = smallest_layout(job, lambda tp: Layout(tp_size=tp), usable, on_gpu=True, **more)
     return found and found.tp_size
 
 

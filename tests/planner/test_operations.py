@@ -27,7 +27,7 @@ def test_the_flops_of_a_step_are_the_hardware_flops(recompute: str, dtype: str) 
         assert tp_size * total(found, "flops") == hardware_flops_per_step(config, 1024, 12)
 
 
-@pytest.mark.parametrize("attention", ["auto", "flash", "efficient"])
+@pytest.mark.parametrize("attention", ["flash", "efficient"])
 def test_every_attention_but_exact_is_a_fused_core(attention: str) -> None:
     fused, sdpa, exact = (
         step_operations(paper_model("gpt_1.2b", attention=kind, attention_dropout=0.0), Layout(), 4, 1, 1024, "bf16")

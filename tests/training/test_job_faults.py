@@ -131,7 +131,7 @@ def test_a_failed_collective_ends_a_run_with_one_line_and_keeps_the_traceback_in
     code = (
         "import runpy, sys; import torch.distributed as dist; from lmscale.training.module import PretrainModule\n"
         f"def fail(*_): raise dist.DistBackendError({NCCL!r})\n"
-        "PretrainModule.training_step = fail\n"
+        "PretrainModule.dropout_keys = fail\n"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     done = train(*TINY, f"hydra.run.dir={tmp_path}", launcher=("-c", code))
