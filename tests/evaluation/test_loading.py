@@ -175,7 +175,7 @@ def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -
     save_gpt(tmp_path, gpt(), step=3)
     path = save_gpt(tmp_path, gpt(), step=5)
     next(path.glob("*.safetensors")).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="step_5.ckpt.*must have .* bytes, but is 0"):
+    with pytest.raises(CheckpointError, match="step_5.ckpt.*must have .* bytes, but has 0"):
         load_model(tmp_path, PLAIN)
 
 

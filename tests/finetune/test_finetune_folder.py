@@ -48,6 +48,16 @@ def test_a_failed_save_keeps_the_results(tmp_path, ckpt, monkeypatch, capsys, sc
     assert capsys.readouterr().err == "error: the disk is full\n"
 
 
+def test_skipped_rows_of_a_file_with_two_uses_are_announced_once(tmp_path, ckpt, capsys) -> None:
+    path = tmp_path / "qqp_0.tsv"
+    run = make_run("qqp", tmp_path, ckpt, task__validation={"dev": str(path)})
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("99\n")
+    assert run_here(run) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert notes == [f"note: {path}: 1 row skipped, not 6 columns: line 24"]
+
+
 @pytest.mark.parametrize("save", [True, False])
 def test_a_run_that_saves_checks_first_that_all_ranks_share_the_folder(tmp_path, ckpt, monkeypatch, save: bool) -> None:
     def refuse(self: TensorParallelStrategy, folder: Path) -> None:

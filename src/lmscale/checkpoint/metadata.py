@@ -175,9 +175,10 @@ def check_files(path: Path, metadata: CheckpointMetadata) -> None:
 
 
 def wrong_length(path: Path, entry: FileEntry) -> str | None:
-    """Describe a file whose length differs from its entry; None if they agree."""
-    actual = path.stat().st_size if path.is_file() else "missing"
-    return None if actual == entry.num_bytes else f"{path.name} must have {entry.num_bytes} bytes, but is {actual}"
+    """What is wrong with the length of a file; None if it has the length of its entry."""
+    actual = f"has {path.stat().st_size}" if path.is_file() else "is missing"
+    expected = f"has {entry.num_bytes}"
+    return None if actual == expected else f"{path.name} must have {entry.num_bytes} bytes, but {actual}"
 
 
 def check_is_checkpoint(path: Path) -> None:

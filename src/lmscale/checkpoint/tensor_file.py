@@ -147,7 +147,7 @@ class TensorFileReader:
             expected = last
         if expected != end:
             raise CheckpointError(
-                f"{self.path.name} must have {self.data_start + expected} bytes, but is {self.num_bytes}"
+                f"{self.path.name} must have {self.data_start + expected} bytes, but has {self.num_bytes}"
             )
 
     def shape(self, name: str) -> tuple[int, ...]:

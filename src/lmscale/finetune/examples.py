@@ -63,7 +63,7 @@ class RowReport:
         source: name of the file or data set, for messages.
         skipped: locations of skipped rows, by reason.
         kept: locations of rows that were kept despite a flaw, by flaw.
-        refused: by violated rule, the first offending value and the locations.
+        refused: by violated rule, the first offending value with its verb, and the locations.
     """
 
     source: str
@@ -79,9 +79,9 @@ class RowReport:
         """Record a row that is kept despite a flaw."""
         self.kept.setdefault(flaw, []).append(place)
 
-    def refuse(self, rule: str, value: object, place: str) -> None:
-        """Record a row that violates a rule, for which `check` raises an error."""
-        self.refused.setdefault(rule, (repr(value)[:80], []))[1].append(place)
+    def refuse(self, rule: str, value: object, place: str, verb: str = "is") -> None:
+        """Record a row that violates a rule, for which `check` raises an error: RULE, but VERB VALUE."""
+        self.refused.setdefault(rule, (f"{verb} {repr(value)[:80]}", []))[1].append(place)
 
     def read_id(self, value: object, column: str, place: str) -> str | None:
         """Return an id as text; None, and a refused row, if a row of a predictions file cannot begin with it."""
@@ -97,14 +97,14 @@ class RowReport:
         Raises:
             ValueError: one line with the rule, the first value and the rows.
         """
-        for rule, (value, places) in self.refused.items():
+        for rule, (found, places) in self.refused.items():
             more = f"; {len(places)} such rows: {list_some(places)}" if len(places) > 1 else ""
-            raise ValueError(f"{self.source} {places[0]}: {rule}, but is {value}{more}")
+            raise ValueError(f"{self.source} {places[0]}: {rule}, but {found}{more}")
 
     def notes(self) -> list[str]:
         """Return one line per reason for skipping rows, and per flaw of rows that were kept."""
         return [
-            f"{self.source}: {len(places)} rows {what}, {reason}: {list_some(places)}"
+            f"{self.source}: {len(places)} row{'s' * (len(places) > 1)} {what}, {reason}: {list_some(places)}"
             for what, found in (("skipped", self.skipped), ("kept", self.kept))
             for reason, places in found.items()
         ]

@@ -51,9 +51,9 @@ def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None
         f"{describe_channel(context, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
         flush=True,
     )
-    for found in [*([features] if features is not None else []), *module.sets.values()]:
-        for note in found.notes:
-            print(f"note: {note}", flush=True)
+    sets = [*([features] if features is not None else []), *module.sets.values()]
+    for note in dict.fromkeys(note for found in sets for note in found.notes):  # a file may be used twice
+        print(f"note: {note}", flush=True)
 
 
 def report_divergence(job: FinetuneJob, step: int) -> None:

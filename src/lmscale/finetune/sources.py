@@ -150,7 +150,8 @@ def jsonl_rows(path: Path) -> Rows:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} line {number} must be JSON, but fails with {error}") from None
+            found = f"fails with {error}" if line.strip() else "is blank"
+            raise ValueError(f"{path} line {number} must be JSON, but {found}") from None
         if not isinstance(value, dict):
             raise ValueError(f"{path} line {number} must be a JSON object, but is {line[:40]!r}")
         yield f"line {number}", value

@@ -34,7 +34,7 @@ def _from_tsv(place: str, report: RowReport):
     gold = header.index("gold_label") if "gold_label" in header else None
     for where, cells in rows:
         if len(cells) != len(header):
-            report.refuse(f"a row must have {len(header)} columns", len(cells), where)
+            report.refuse(f"a row must have {len(header)} columns", len(cells), where, "has")
         elif gold is not None and cells[gold] not in LABELS:
             report.refuse(_RULE, cells[gold], where)
         elif (name := report.read_id(cells[index], "index", where)) is not None:
@@ -48,7 +48,7 @@ def _from_hub(task: TaskConfig, place: str, report: RowReport):
         if type(row["label"]) is not int or not -1 <= row["label"] <= 2:  # -1: a test set
             report.refuse("`label` must be one of 0, 1, 2, or -1 where it is not known", row["label"], where)
         elif not all(map(is_text, texts)):
-            report.refuse("`premise` and `hypothesis` must be texts", texts, where)
+            report.refuse("`premise` and `hypothesis` must be texts", texts, where, "are")
         elif (name := report.read_id(row["idx"], "idx", where)) is not None:
             label = None if row["label"] == -1 else LABELS.index(_HUB_LABELS[row["label"]])
             yield PairExample(name, *texts, label)

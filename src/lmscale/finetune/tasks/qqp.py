@@ -39,7 +39,7 @@ def _from_tsv(place: str, report: RowReport):
         if len(cells) != len(header) and is_labelled:
             report.skip(f"not {len(header)} columns", where)
         elif len(cells) != len(header):
-            report.refuse(f"a row without label must have {len(header)} columns", len(cells), where)
+            report.refuse(f"a row without label must have {len(header)} columns", len(cells), where, "has")
         elif is_empty and is_labelled:
             report.skip("an empty question", where)
         elif is_labelled and cells[header.index("is_duplicate")] not in LABELS:
@@ -56,7 +56,7 @@ def _from_hub(task: TaskConfig, place: str, report: RowReport):
     for where, row in hub_rows(task, place, columns, "label", ("not_duplicate", "duplicate")):
         texts = row["question1"] or "", row["question2"] or ""
         if not all(map(is_text, texts)):
-            report.refuse("`question1` and `question2` must be texts", texts, where)
+            report.refuse("`question1` and `question2` must be texts", texts, where, "are")
             continue
         is_empty = not all(text.strip() for text in texts)
         if type(row["label"]) is not int or not -1 <= row["label"] <= 1:

@@ -77,7 +77,9 @@ def _questions(where: str, level: str | None, passage: dict[str, Any], report: R
     lists = [questions, options] if answers is None else [questions, options, answers]
     if not all(isinstance(values, list) and len(values) == len(questions) for values in lists):
         sizes = [len(values) if isinstance(values, list) else values for values in lists]
-        report.refuse("`questions`, `options` and `answers` must be lists of equal length", sizes, where)
+        report.refuse(
+            "`questions`, `options` and `answers` must be lists of equal length", sizes, where, "are of lengths"
+        )
         return []
     found = []
     for number, (question, choices) in enumerate(zip(questions, options, strict=True), start=1):

@@ -63,13 +63,19 @@ def _example(
     answers = tuple((answer.get("text"), answer.get("answer_start")) for answer in found)
     for text, start in answers:
         if not _occurs_in(context, text, start):
-            report.refuse("an answer must occur in its context at `answer_start`", (text, start, name), where)
+            report.refuse(
+                "an answer must occur in its context at `answer_start`", (text, start, name), where, "this does not:"
+            )
             return []
     if task.name == "squad_v1" and is_labelled and not answers:
-        report.refuse("a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where)
+        report.refuse(
+            "a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where, "this has none:"
+        )
         return []
     if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers) and is_labelled:
-        report.refuse("a question must have answers or `is_impossible`, not both", name, where)
+        report.refuse(
+            "a question must have answers or `is_impossible`, not both", name, where, "this has both or neither:"
+        )
         return []
     return [SpanExample(name, title, context, question, answers, is_labelled)]
 

@@ -33,7 +33,7 @@ def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExam
         label = row.get(columns["label"])
         is_ambiguous = type(label) is int and str(label) in labels and labels.index(str(label)) != label
         if not all(is_text(text) and text.strip() for text in texts):
-            report.refuse("texts must not be empty, of another type or invalid Unicode", texts, where)
+            report.refuse("texts must not be empty, of another type or invalid Unicode", texts, where, "are")
         elif is_ambiguous:
             rule = f"`{columns['label']}` must not be the name of one label and the index of another"
             report.refuse(rule, label, where)
@@ -72,7 +72,7 @@ def _rows(
             if len(cells) == len(header):
                 yield where, dict(zip(header, cells, strict=True))
             else:
-                report.refuse(f"a row must have {len(header)} columns", len(cells), where)
+                report.refuse(f"a row must have {len(header)} columns", len(cells), where, "has")
 
 
 def score_classes(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
