@@ -86,12 +86,13 @@ def read_run(folder: Path) -> Run:
     Raises:
         ValueError: a file is missing or damaged, or the run is of another kind.
     """
-    if not (folder / "record.json").is_file():
+    if not (folder / "record.json").exists():
         raise ValueError("it has not finished: it has no record.json; resume=auto continues a pretraining")
-    if not (folder / "metrics.csv").is_file():
+    if not (folder / "metrics.csv").exists():
         raise ValueError("it has no metrics.csv")
     record = read_record(folder / "record.json")
-    if isinstance(record.get("metrics"), dict) and "val/loss" not in record["metrics"]:
+    of_pretraining = (("metrics", "val/loss"), ("config", "corpus"))
+    if all(isinstance(record.get(part), dict) and name not in record[part] for part, name in of_pretraining):
         raise ValueError(f"it is not a pretraining run ({record.get('name')})")
     file = "record.json"
     try:
@@ -100,8 +101,9 @@ def read_run(folder: Path) -> Run:
         row |= {"unit": f"{metrics['val/loss']['unit']:s}", "folder": _shorten(folder)}  # `:s` refuses other types
         overrides = [word for word in record["config"]["overrides"] if not word.startswith("hydra.")]
         name, start = validation_set(record), _value(metrics, "val_start/loss")  # a resumed run has no start
+        last_step = metrics["steps"]["value"]
         file = "metrics.csv"
-        curve = _read_curve(folder / file)
+        curve = _read_curve(folder / file, last_step)
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"its {file} is damaged ({type(error).__name__}: {reason})") from None
@@ -114,7 +116,7 @@ def _value(metrics: dict[str, Any], name: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def _read_curve(path: Path) -> pd.DataFrame:
+def _read_curve(path: Path, last_step: int) -> pd.DataFrame:
     rows = pd.read_csv(path)
     if not rows.index.equals(pd.RangeIndex(len(rows))):  # pandas has taken the first fields as an index
         raise ValueError("its rows have more fields than its header")
@@ -122,6 +124,10 @@ def _read_curve(path: Path) -> pd.DataFrame:
         raise ValueError("it must have the step of every row and a training loss")
     if not rows["step"].is_monotonic_increasing or not rows["step"].is_unique:
         raise ValueError("its steps must increase")
+    if not path.read_bytes().endswith(b"\n"):
+        raise ValueError("its last row is cut off")
+    if rows["step"].iloc[-1] != last_step:
+        raise ValueError(f"it must end at step {last_step}, the run's last, but ends at {rows['step'].iloc[-1]}")
     return rows.reindex(columns=list(_CURVE)).rename(columns=_CURVE).astype(float)
 
 

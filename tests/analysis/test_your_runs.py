@@ -24,6 +24,7 @@ def validated(family: str) -> dict:
 
 def make_run(folder: Path, loss: float, *overrides: str, family: str = "gpt") -> Path:
     metrics = {"val/loss": {"value": loss, "unit": "nats/token"}, "tokens_per_s": {"value": 90.0, "unit": "tokens/s"}}
+    metrics["steps"] = {"value": 4, "unit": "steps"}
     config = validated(family) | {"overrides": list(overrides)}
     write_record(new_record(family, "run", config, 1, metrics), folder / "record.json")
     rows = [f"{step},{9 - step},{'' if step % 2 else loss},80.5" for step in range(1, 5)]
@@ -49,7 +50,10 @@ def test_runs_of_a_sweep_are_named_by_what_differs_and_the_best_is_first(tmp_pat
 
 
 def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path, monkeypatch, capsys) -> None:
-    metrics = {name: {"value": loss, "unit": "nats"} for name, loss in (("val_start/loss", 9.0), ("val/loss", 6.0))}
+    metrics = {
+        name: {"value": loss, "unit": "nats"}
+        for name, loss in (("val_start/loss", 9.0), ("val/loss", 6.0), ("steps", 2))
+    }
     write_record(new_record("bert", "run", validated("bert") | {"overrides": []}, 1, metrics), tmp_path / "record.json")
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n1,8.5,,70.5\n2,7.5,6.0,80.5\n")
     training, validation = draw_runs(*tabulate([read_run(tmp_path)])).axes[0].lines
@@ -87,17 +91,22 @@ def test_losses_of_two_families_are_ranked_and_drawn_apart(tmp_path) -> None:
 
 def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tmp_path, monkeypatch, capsys) -> None:
     make_run(tmp_path / "good", 4.0)
-    for name in ("finetuned", "torn", "empty", "unfinished", "without_metrics"):
+    for name in ("finetuned", "torn", "empty", "a_folder", "unfinished", "without_metrics"):
         make_run(tmp_path / name, 4.0)
     score = {"qqp/accuracy": {"value": 50.0, "unit": "%"}}
     record = new_record("finetune_qqp", "run", {"overrides": []}, 1, score)
     write_record(record, tmp_path / "finetuned" / "record.json")
     (tmp_path / "torn" / "record.json").write_text('{"metrics": ')
     (tmp_path / "empty" / "metrics.csv").write_text("")
-    (tmp_path / "unfinished" / "record.json").unlink()
+    for name in ("a_folder", "unfinished"):
+        (tmp_path / name / "record.json").unlink()
+    (tmp_path / "a_folder" / "record.json").mkdir()
     (tmp_path / "without_metrics" / "metrics.csv").unlink()
     runs, left_out = find_runs([tmp_path])
     assert [run.folder.name for run in runs] == ["good"]
+    first, *left_out = left_out
+    assert first.startswith(f"left out: {tmp_path}/a_folder: ") and "must be a record, but fails with" in first
+    assert "Is a directory" in first
     assert [line.removeprefix(f"left out: {tmp_path}/")[:45] for line in left_out] == [
         "empty: its metrics.csv is damaged (EmptyDataError: No columns to parse from file)"[:45],
         "finetuned: it is not a pretraining run (finet",
@@ -106,7 +115,7 @@ def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tm
         "without_metrics: it has no metrics.csv",
     ]
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(tmp_path / "curves.png")])
-    assert your_runs.main() == 0 and capsys.readouterr().out.count("left out: ") == 5
+    assert your_runs.main() == 0 and capsys.readouterr().out.count("left out: ") == 6
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "finetuned")])
     assert your_runs.main() == 2 and "error: `runs` must have a pretraining run" in capsys.readouterr().err
 
@@ -135,6 +144,8 @@ def change_record(folder: Path, path: str, value: object) -> None:
         ("config.data.seq_length", "32", "ValueError: Unknown format code 'd' for object of type 'str'"),
         ("config.corpus.validation", {}, "KeyError: 'tokens'"),
         ("config.model.architecture", None, "KeyError: 'architecture'"),
+        ("metrics.steps", None, "KeyError: 'steps'"),
+        ("metrics.val/loss", None, "KeyError: 'val/loss'"),
         ("metrics.val/loss.unit", None, "KeyError: 'unit'"),
         ("metrics.val/loss.unit", 1, "ValueError: Unknown format code 's' for object of type 'int'"),
         ("metrics.val/loss.value", None, "KeyError: 'value'"),
@@ -161,7 +172,9 @@ def test_a_record_without_what_is_shown_is_left_out(tmp_path, path: str, value: 
         ("step,train/loss\n2,9\n1,8\n", "ValueError: its steps must increase"),
         ("step,train/loss\n1,9\n1,9\n", "ValueError: its steps must increase"),
         ("step,train/loss\n1,\n", "ValueError: it must have the step of every row and a training loss"),
-        ("step,train/loss\n1,abc\n", "ValueError: could not convert string to float: 'abc'"),
+        ("step,train/loss\n4,abc\n", "ValueError: could not convert string to float: 'abc'"),
+        ("step,train/loss\n1,9\n4,7.5", "ValueError: its last row is cut off"),
+        ("step,train/loss\n1,9\n3,7.5\n", "ValueError: it must end at step 4, the run's last, but ends at 3"),
         ("step,train/loss\n1,9,7\n2,8,7\n", "ValueError: its rows have more fields than its header"),
         (
             "step,train/loss\n1,9\n2,8,7\n",
@@ -212,7 +225,7 @@ def test_a_figure_in_a_folder_that_cannot_be_made_is_refused_by_its_argument(tmp
 def test_a_throughput_of_one_step_has_no_panel(tmp_path) -> None:
     for name, family in (("short", "bert"), ("long", "gpt")):
         make_run(tmp_path / name, 4.0, family=family)
-    (tmp_path / "short" / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n1,9,4,80.5\n")
+    (tmp_path / "short" / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n4,9,4,80.5\n")
     table, curves = tabulate(find_runs([tmp_path])[0])
     titles = [axis.get_title() for axis in draw_runs(table, curves).axes]
     assert titles == ["", "", "tokens per second"]  # those of the losses are on the left
