@@ -84,9 +84,12 @@ BAD = {
     ),
     "a switch for a checkpoint": (
         ["resume=true"],
-        "`resume` must be none, auto or the path of a checkpoint, but is True",
+        "`resume` must be none, auto or the path of a checkpoint, but is True; did you mean `auto`?",
     ),
-    "no checkpoint at all": (["resume=null"], "`resume` must be none, auto or the path of a checkpoint, but is None"),
+    "no checkpoint at all": (
+        ["resume=null"],
+        "`resume` must be none, auto or the path of a checkpoint, but is None; did you mean `none`?",
+    ),
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
     "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),

@@ -184,7 +184,8 @@ class RunConfig:
             values = values | {"resume": {"path": values["resume"]}}
         path = (values.get("resume") or {}).get("path", "none")
         if path is None or isinstance(path, bool):  # `resume=true`
-            raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but is {path}")
+            rule = "`resume` must be none, auto or the path of a checkpoint"
+            raise ValueError(f"{rule}, but is {path}; did you mean `{'auto' if path else 'none'}`?")
         if isinstance(values.get("model"), dict):
             values = values | {"model": from_file(values["model"])}
         return build(cls, values, "")
