@@ -5,12 +5,11 @@ predictions in the benchmark's format, and `record.json`.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from lmscale.finetune.ensembling import ensemble
-from lmscale.results import new_record, write_record
+from lmscale.results import new_record, read_record, write_record
 
 NAME = "finetune_ensemble"
 
@@ -24,13 +23,7 @@ def refuse_run_folder(out: Path) -> None:
 def read_about(run: Path) -> dict:
     """Read the record of a folder; empty if it has none."""
     path = run / "record.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must be a record, but is not")
-    return found
+    return read_record(path) if path.exists() else {}
 
 
 def evidence(runs: list[Path]) -> tuple[str, str | None]:

@@ -93,6 +93,9 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
     # An ensemble folder may be overwritten, a run folder may not.
     refused = run_script("ensemble.py", *runs, "--out", runs[0])
     assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
+    (folder / "odd/record.json").mkdir(parents=True)
+    refused = run_script("ensemble.py", *runs, "--out", str(folder / "odd"))
+    assert refused.returncode == 2 and "odd/record.json must be a record, but fails with" in refused.stderr
 
 
 def test_a_stopped_sweep_continues_with_the_same_command(places) -> None:
