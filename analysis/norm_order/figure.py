@@ -158,13 +158,13 @@ def _key(figure: Figure, colors: Mapping[str, str] | None = None, references: bo
 
 
 def _logarithmic(figure: Figure) -> None:
-    """Use a logarithmic y axis with four labels per decade, or at decades only if it spans many."""
+    """Use a logarithmic y axis with four labels per decade, or at powers of ten only if it spans many."""
     for axis in figure.axes:
         axis.set(yscale="log")
         low, high = axis.get_ylim()
         if high / low < 1e3:
             axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 4.0, 7.0)))
-        axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_major_formatter("{x:g}")
         axis.yaxis.set_minor_formatter(NullFormatter())
 
 

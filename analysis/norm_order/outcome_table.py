@@ -5,6 +5,13 @@ from typing import Any
 import pandas as pd
 
 NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T", "deepnorm": "DeepNorm"}
+STATISTICS = {  # `CANDIDATES` of `cells.py`
+    "constant_share/mlp": "MLP constant share",
+    "constant_share/attention": "Attention constant share",
+    "attention_entropy/attention": "Attention entropy",
+    "variance_ratio/mlp": "MLP variance ratio",
+    "gradient_norm/mlp": "MLP gradient ratio",
+}
 ANSWERS = {True: "yes", False: "no"}
 REFUTED = "expectation refuted"
 QUESTIONS = (
@@ -113,11 +120,12 @@ def _recovery(config: dict[str, Any]) -> str:
 def _mechanism(config: dict[str, Any]) -> str:
     tests, rule = config["tests"], config["mechanism"]
     chosen = rule["rule"]
+    side = "above" if chosen["above"] else "below"
     return (
-        f"{chosen['statistic']} {'above' if chosen['above'] else 'below'} {chosen['threshold']:.3g} at step 100 is "
-        f"right for {rule['accuracy']:.0%} [{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out runs; the "
+        f"{STATISTICS[chosen['statistic']]} {side} {chosen['threshold']:.3g} at step 100 is right for "
+        f"{rule['accuracy']:.0%} [{rule['low']:.0%}, {rule['high']:.0%}] of {rule['n']} held-out runs; the "
         f"loss alone {rule['loss_accuracy']:.0%}, the majority {rule['majority_accuracy']:.0%}, depth, rate and "
-        f"warm-up {rule['condition_accuracy']:.0%} (test 9: {tests[8]['decision']}). Medians of constant_share: "
+        f"warm-up {rule['condition_accuracy']:.0%} (test 9: {tests[8]['decision']}). Medians of the constant share: "
         f"{', '.join(f'{state} {value:.2f}' for state, value in rule['constant_share'].items())}. "
         f"Runs without statistics: {config['without_statistics']}. Warm-up (test 8): {_decided(tests[7])}. "
         f"DeepNorm (test 10): {_decided(tests[9])}."

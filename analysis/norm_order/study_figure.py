@@ -18,7 +18,7 @@ from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, pa
 
 from .cells import STEP, learned_means
 from .decide import LIMIT_GROUPS, Rule, mechanism_cells, observations, rate, read_limits
-from .outcome_table import NAMES
+from .outcome_table import NAMES, STATISTICS
 from .run_folder import NATS
 
 GREEN = "#00795a"
@@ -36,7 +36,7 @@ STYLES = {"pre": "--", "post": "-", "b2t": ":"}  # of lines that may lie on each
 def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
     """Final loss over learning rate: one panel per depth, one mark per seed (101 and 102).
 
-    Lines join the means of the rates at which both seeds learned.
+    Lines join the means of the rates at which both seeds learned. Placements are drawn side by side around a rate.
 
     Args:
         cells, record: results of `study_cells` and `decide`.
@@ -54,10 +54,11 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
     with house_style():
         figure = page_figure(f"Rate limits at {depths[-1]} layers: {', '.join(words)}", 3.4)
         for axis, layers in zip(figure.subplots(1, len(depths), sharey=True), depths, strict=True):
-            for order, color in COLORS.items():
+            for shift, (order, color) in zip((0.86, 1.0, 1.16), COLORS.items(), strict=True):
                 part = rows[(rows["layers"] == layers) & (rows["order"] == order)]
-                axis.plot(learned_means(part), color=color, linewidth=1)
-                _marks(axis, part["lr"], part["train_loss"], part["state"], color)
+                means = learned_means(part)
+                axis.plot(means.index * shift, means, color=color, linewidth=1)
+                _marks(axis, part["lr"] * shift, part["train_loss"], part["state"], color)
             axis.set(title=f"{layers} layers", xlabel=RATE, xscale="log")
             _label_rates(axis.xaxis, rows["lr"])
             axis.tick_params(axis="x", rotation=60)
@@ -135,7 +136,8 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
     """The rule's statistic at step 100 by state, held-out runs dark, with the threshold; and the confusion table."""
     found, used = record["config"]["mechanism"], mechanism_cells(cells)
     rule = Rule(**found["rule"])
-    title = f"{rule.statistic} at step {STEP} is right for {found['accuracy']:.0%} of {found['n']} held-out runs"
+    label = f"{STATISTICS[rule.statistic]} at step {STEP}"
+    title = f"{label} is right for {found['accuracy']:.0%} of {found['n']} held-out runs"
     states, called = [state for state in MARKS if (used["state"] == state).any()], ("stuck", "not stuck")
     with house_style():
         figure = page_figure(f"{title} ({found['low']:.0%} to {found['high']:.0%})", 3.4)
@@ -148,7 +150,7 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
         left.axhline(rule.threshold, color=ORANGE, linewidth=1, linestyle="--")
         left.set_yscale("log" if (used[rule.statistic] > 0).all() else "linear")
         left.set_xticks(range(len(states)), states)
-        left.set(ylabel=f"{rule.statistic} at step {STEP}", xlim=(-0.5, len(states) - 0.5))
+        left.set(ylabel=label, xlim=(-0.5, len(states) - 0.5))
         counts = [[found["confusion"][f"{a}, predicted {b}"] for b in called] for a in called]
         right.imshow(counts, cmap="Blues", vmin=0, vmax=2 * max(max(row) for row in counts))
         for i, row in enumerate(counts):
