@@ -124,8 +124,8 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.setup_precision_plugin()
 
     def teardown(self) -> None:
-        """Unlike DDPStrategy, leave weights and optimizer on the device: a shard with its
-        moments may not fit into the host's memory."""
+        """Leave weights and optimizer on the device, unlike DDPStrategy: a shard with its moments may not fit into the
+        host's memory."""
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         if self._is_alone:  # the next Trainer of this process may use another layout

@@ -19,8 +19,7 @@ class StepProfiler(L.Callback):
 
     In `folder` each of them writes `rank_<r>.json`, a trace for https://ui.perfetto.dev or chrome://tracing, and
     `rank_<r>.txt`, the operations by their own time. The other data ranks do the same work on other samples.
-    Profiled steps are slower. A resumed run that ends earlier
-    writes the steps it has, or warns if it has none.
+    Profiled steps are slower. A resumed run that ends earlier writes the steps it has, or warns if it has none.
 
     Args:
         folder: created if missing.

@@ -71,7 +71,7 @@ class StepReport(L.Callback):
         def progress(activity: str) -> None:
             self._mark(pl_module, activity)
             phase = activity.partition(" ")[0]
-            if phase in PHASES:
+            if phase in PHASES:  # the sum of the gradients counts as part of the backward pass before it
                 timer.enter(phase)
 
         pl_module.progress = progress

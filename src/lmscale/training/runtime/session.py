@@ -30,14 +30,12 @@ from .lost_rank import abort_nccl, end_rank
 from .run_lock import RunLock
 from .watchdog import Watchdog
 
-# Silence Lightning's notes on devices, tips and rank numbers, and three warnings that do not apply: one about its own
-# use of a torch function, one about loaders that cannot resume (ours starts at `completed_steps`), and torch 2.13's
-# about `broadcast_buffers=False` of DDP, whose successor older versions lack.
+# Silence Lightning's notes on devices, tips and rank numbers, and two warnings that do not apply: one about its own use
+# of a torch function, and one about loaders that cannot resume (ours starts after the completed steps).
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
-warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
 
 
 @dataclass(frozen=True)

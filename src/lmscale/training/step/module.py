@@ -1,5 +1,6 @@
 """The training step, of pretraining and finetuning alike: one Lightning batch is one optimizer step."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ def _ignore(activity: str) -> None:
     """The default `progress`."""
 
 
-class TrainingModule(L.LightningModule):
+class TrainingModule(L.LightningModule, ABC):
     """The model, its optimizer and the training step; a subclass has the loss.
 
     A batch is the list of this data rank's micro-batches of one step. Each loss term is its sum over all scored
@@ -78,17 +79,17 @@ class TrainingModule(L.LightningModule):
         self.model: nn.Module | None = None
         self.completed_steps = 0
 
+    @abstractmethod
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Build this rank's shard; what `weights_from` has need not be drawn."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_counts(self, batch: MicroBatch) -> Tensor:
         """Number of scored positions of each loss term in a micro-batch, fp64 [number of terms]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss_sums(self, batch: MicroBatch, sample_keys: Tensor | None) -> Tensor:
         """Summed loss of each term over a micro-batch in nats, [number of terms], from a forward pass."""
-        raise NotImplementedError
 
     @property
     def parallel(self) -> ParallelContext:
