@@ -109,15 +109,3 @@ def test_a_checkpoint_does_not_depend_on_the_draw() -> None:
     for model in (config.to_dict(), before):
         metadata = CheckpointMetadata(1, {}, model, tensors={}, files={}, optimizer={}, run={}, state={})
         check_model(metadata, dataclasses.replace(config, initializer="generator").to_dict(), "step_1.ckpt")
-
-
-@pytest.mark.slow
-def test_a_compiled_draw_has_the_same_bits() -> None:
-    def fill(out: Tensor, keys: Tensor, quantiles: Tensor) -> None:
-        out.copy_(counter_normal(keys, *out.shape, 2**20, 5, quantiles) * 0.02)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        eager, compiled = torch.empty(2, 96, 200, dtype=dtype)
-        fill(eager, normal_keys(1, "w"), normal_quantiles(CPU))
-        torch.compile(fill, dynamic=False)(compiled, normal_keys(1, "w"), normal_quantiles(CPU))
-        assert torch.equal(eager, compiled)
