@@ -29,7 +29,8 @@ def read_whole(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a file it cannot read
-        raise ValueError(f"{path} must be a complete tokenizer.json, but: {error}") from None
+        reason = " ".join(str(error).split())  # it may quote a line end from the file
+        raise ValueError(f"{path} must be a complete tokenizer.json, but: {reason}") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
