@@ -1,4 +1,4 @@
-"""Figure 6: validation perplexity over training, and of the record of `decide.py` loss against size."""
+"""Figure 6, from the record of `decide.py`: validation perplexity over training, and loss against size."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
 
-AXES = {"steps": "iterations", "tokens": "tokens"}
 PANELS = {"parameters_without_embeddings": "parameters without embeddings", "flops": "FLOPs of the training"}
 
 
@@ -54,33 +53,23 @@ def _draw_panel(axis: Axes, record: dict[str, Any], rows: pd.DataFrame, measure:
 
 
 def draw_model_sizes(record: dict[str, Any]) -> Figure:
-    """Draw validation perplexity over training: one curve per size (the mean over its seeds), from narrow to wide."""
+    """Draw validation perplexity over training: one curve per size (the mean over its seeds), from narrow to wide.
+
+    They differ in marker, dash pattern and lightness; the widest is the darkest.
+    """
     curves = {}
     for name, points in record["config"]["curves"].items():
-        table = pd.DataFrame(points).rename(columns={"step": "steps"})
+        table = pd.DataFrame(points)
         millions = record["metrics"][f"{name}/parameters"]["value"] / 1e6
         curves[f"{name}, {millions:.2f} M"] = table.assign(perplexity=np.exp(table.pop("loss")))
-    return draw_perplexity(curves, title="Larger GPTs reach a lower validation perplexity on the same tokens")
-
-
-def draw_perplexity(
-    curves: dict[str, pd.DataFrame], x: str = "steps", title: str = "Validation perplexity over training"
-) -> Figure:
-    """Draw all curves on one axis. They differ in marker, dash pattern and lightness; the last one is the darkest.
-
-    Args:
-        curves: data frame by label, with columns `perplexity` and `x`.
-        x: `steps` or `tokens`.
-    """
     rows = pd.concat([points.assign(run=label) for label, points in curves.items()], ignore_index=True)
     colors = [colormaps["viridis"](0.6 - 0.6 * i / max(len(curves) - 1, 1)) for i in range(len(curves))]
-    shortest = min(map(len, curves.values()))
     with house_style():
-        figure = page_figure(title, 3.6)
+        figure = page_figure("Larger GPTs reach a lower validation perplexity on the same tokens", 3.6)
         axis = figure.subplots()
         sns.lineplot(
             rows,
-            x=x,
+            x="step",
             y="perplexity",
             hue="run",
             style="run",
@@ -88,15 +77,15 @@ def draw_perplexity(
             palette=colors,
             errorbar=None,
             markersize=5,
-            markevery=0.1 if shortest > 10 else 1,  # as a fraction of the curve's length; of one point it shows none
+            markevery=0.1,  # of the curve's length
             legend=False,
             ax=axis,
         )
-        axis.set(xlabel=AXES[x], ylabel="validation perplexity, log scale", yscale="log")
+        axis.set(xlabel="iterations", ylabel="validation perplexity, log scale", yscale="log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.yaxis.set_minor_locator(NullLocator())
-        last = [points[[x, "perplexity"]].iloc[-1] for points in curves.values()]
+        last = [points[["step", "perplexity"]].iloc[-1] for points in curves.values()]
         label_ends(axis, {label: (*end, color) for label, end, color in zip(curves, last, colors, strict=True)})
         sns.despine(figure)
     return figure

@@ -482,7 +482,7 @@ def describe_repeats(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, di
 
 
 def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
-    """Build the record of the second study's outcome from the results of `study_cells` and `read_outcomes`."""
+    """The outcome, `config` and `metrics`, from the results of `study_cells` and `read_outcomes`."""
     limits, rule = read_limits(cells), judge(mechanism_cells(cells))
     tests = run_tests(cells, limits, rule)
     recovered = recovery(cells, limits, tests)
@@ -513,9 +513,7 @@ def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
         for test, key in itertools.product(tests, ("effect", "low", "high"))
         if test["effect"] is not None
     }
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    seed = int(cells["seed"].iloc[0])
-    return new_record("norm_order_study", "scaled_down", config, seed, metrics, device="cpu", layout=layout)
+    return {"config": config, "metrics": metrics}
 
 
 def _limit(row: dict[str, Any]) -> dict[str, Any]:
@@ -538,15 +536,16 @@ def main() -> int:
         elif study == "first":
             summaries["norm_order.json"] = summarize(read_cells(recorded.values()))
         else:
-            repeats = read_outcomes(read_lines(options.records / "repeated.jsonl").values())
-            summaries["norm_order_study.json"] = decide(study_cells(recorded.values()), repeats)
-            for row in summaries["norm_order_study.json"]["config"]["tests"]:
+            cells = study_cells(recorded.values())
+            outcome = decide(cells, read_outcomes(read_lines(options.records / "repeated.jsonl").values()))
+            about = {"device": "cpu", "layout": {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}}
+            about["seed"] = int(cells["seed"].iloc[0])
+            summaries["norm_order_study.json"] = new_record("norm_order_study", "scaled_down", **outcome, **about)
+            for row in outcome["config"]["tests"]:
                 p = f"p {row['p']:.2g}, Holm {row['p_holm']:.2g}"
                 print(f"{row['test']:>3} {row['hypothesis']}: {row['decision']}, {p}")
-    for (
-        name,
-        record,
-    ) in summaries.items():  # after all are built: a changed file would make the next one's commit `dirty`
+    # After all are built: a changed file would make the next one's commit `dirty`.
+    for name, record in summaries.items():
         write_record(record, options.records / name)
         print(f"record: {options.records / name}")
     return 0 if summaries else 2

@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 import numpy as np
+from scipy import optimize
 
 from analysis.scaling.study import (
     CELLS,
@@ -47,10 +48,7 @@ A100_PEAK, COPY_RATIO, LINK_RATIO = 312.0, 1555 / 900, 2.0
 
 
 def fit(roles: tuple[str, ...] = ("fit",)) -> Cluster:
-    """Fit the constants to the cells of `roles` by bounded least squares; returns the anchored cluster.
-
-    Levenberg-Marquardt on the logarithms of the constants, with finite-difference derivatives.
-    """
+    """Fit the constants' logarithms to the cells of `roles` by bounded least squares; returns the anchored cluster."""
     cells = [cell for cell in CELLS if cell.role in roles]
     low, high = (np.log([max(entry[i], 1e-3) for entry in CONSTANTS.values()]) for i in (2, 3))
 
@@ -61,19 +59,8 @@ def fit(roles: tuple[str, ...] = ("fit",)) -> Cluster:
         cluster = cluster_at(logs)
         return np.array([predict_cell(cell, cluster) - cell.paper for cell in cells])
 
-    at, damping, step = np.log([entry[1] for entry in CONSTANTS.values()]), 1e-2, 1e-5
-    for _ in range(60):
-        now = misses(at)
-        slopes = np.stack([(misses(at + step * unit) - now) / step for unit in np.eye(len(at))], axis=1)
-        change = np.linalg.solve(slopes.T @ slopes + damping * np.eye(len(at)), -slopes.T @ now)
-        then = np.clip(at + np.clip(change, -0.3, 0.3), low, high)
-        if np.sum(misses(then) ** 2) < np.sum(now**2):
-            is_done, at, damping = np.abs(then - at).max() < 1e-9, then, damping / 4
-            if is_done:
-                break
-        else:
-            damping *= 4
-    return cluster_at(at)
+    start = np.log([entry[1] for entry in CONSTANTS.values()])
+    return cluster_at(optimize.least_squares(misses, start, bounds=(low, high), xtol=1e-12, ftol=1e-12).x)
 
 
 def measure(cluster: Cluster) -> dict[str, dict]:

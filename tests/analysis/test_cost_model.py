@@ -2,16 +2,11 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import warm
-from entry_points import environment
 
-from analysis.scaling import fit_cost_model, measure
-from analysis.scaling.cases import cpu_cases, gpu_cases
+from analysis.scaling import fit_cost_model
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall
 from analysis.scaling.sizes import DEVICES, memory_table
 from analysis.scaling.study import (
@@ -200,38 +195,3 @@ def test_tables_1_2_7_and_8_stand_beside_the_papers_values(fitted: Cluster) -> N
     assert (days["difference"] / days["paper"]).between(-0.13, 0).all()
     alone = tables["Table 2"][tables["Table 2"]["unit"] == "days per epoch, steps alone"]
     assert (alone["ours"].to_numpy() < days["ours"].to_numpy()).all() and len(alone) == 3
-
-
-@pytest.mark.slow
-def test_scaling_is_measured_on_real_ranks_and_recorded_as_such(tmp_path) -> None:
-    command = [sys.executable, str(ROOT / "analysis" / "scaling" / "measure.py"), "--only", "strong"]
-    command += ["--steps", "1", "--rounds", "1", "--record", str(tmp_path / "record.json")]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))
-    assert record["kind"] == "scaled_down"
-    one, two = record["config"]["rows"]
-    assert {row["evidence"] for row in (one, two)} == {"measured"}
-    assert (one["machine"], one["threads_per_rank"], two["layout"]["tp_size"]) == ("cpu", 1, 2)
-    assert one["communication_s"] == 0 < two["communication_s"] < two["step_s"]
-    assert two["percent_of_linear"] > 0
-
-
-def test_scaling_is_relative_to_the_first_row_of_its_study_and_model() -> None:
-    strong = [case for case in gpu_cases(8) if case.study == "strong" and case.subject == "gpt_1.2b"]
-    assert [case.tp_size for case in strong] == [1, 2, 4, 8]
-    ideal = {case: {"best_s": 8.0 / case.tp_size, "best_communication_s": 0.0, "median_s": 1.0} for case in strong}
-    rows = [
-        measure.row(case, found | {"peak_bytes": 0, "load_average": 0.0}, (strong[0], ideal[strong[0]]), None)
-        for case, found in ideal.items()
-    ]
-    assert [row["percent_of_linear"] for row in rows] == pytest.approx([100.0] * 4)
-    heads = [case for case in cpu_cases(2) if case.study == "heads"]
-    assert {case.tp_size for case in heads} == {2} and heads[0].study not in measure.SCALING
-
-
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--ranks", "0"], ["--only", "nonsense"]])
-def test_arguments_without_a_row_are_refused(arguments: list[str]) -> None:
-    command = [str(ROOT / "analysis" / "scaling" / "measure.py"), *arguments]
-    done = warm.run(command, ROOT, environment(), timeout=100)
-    assert done.returncode == 2 and f"{arguments[0]} must" in done.stderr

@@ -4,24 +4,9 @@ import json
 import statistics
 from pathlib import Path
 
-import pytest
-
 from analysis.scaling.measured_layouts import RECORD, compare
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_short_runs_and_the_model_are_compared_with_long_runs() -> None:
-    times = {"a": (1.0, 2.2, 2.0), "b": (3.0, 1.0, 1.0), "c": (4.0, 3.0, 4.0)}  # modelled, short, long
-    rows = [
-        {"layout": name, "modelled_s": m, "short_s": s, "long_s": t, "modelled_bytes": 1, "bytes": 2}
-        for name, (m, s, t) in times.items()
-    ]
-    metrics = {name: entry["value"] for name, entry in compare(rows).items()}
-    assert (metrics["short/pairs_in_order"], metrics["modelled/pairs_in_order"]) == (3, 2)
-    assert metrics["short/largest_difference"] == pytest.approx(-0.25)
-    assert metrics["modelled/largest_difference"] == 2.0
-    assert metrics["b/short_s"] == 1.0 and metrics["c/bytes"] == 2
 
 
 def test_the_metrics_of_the_committed_record_follow_from_its_steps() -> None:

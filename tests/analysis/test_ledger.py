@@ -12,7 +12,6 @@ from analysis.pages import make_tables
 from analysis.pages.evidence import KINDS, Context
 from analysis.pages.rows import kinds, ledger, short_form
 from analysis.report.records import read_records
-from analysis.report.results_page import fill
 from lmscale import paper
 from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
@@ -116,12 +115,6 @@ def test_the_criteria_for_a_paper_run_have_the_papers_values() -> None:
     assert (paper.WIKITEXT_TEST_WORDS, paper.WIKITEXT_TEST_TARGETS) == counts
 
 
-def test_places_are_in_the_papers_order(rows) -> None:
-    places = list(dict.fromkeys(entry.split("/")[0] for entry in rows.index))
-    assert places[:12] == [f"table_{n}" for n in range(1, 9)] + [f"figure_{n}" for n in (1, 5, 6, 7)]
-    assert places[12:] == sorted(places[12:], key=lambda place: (place == "blog", place.startswith("app"), place))
-
-
 def test_values_not_printed_in_the_paper_are_marked(rows) -> None:
     origins = rows["origin"]
     assert origins["figure_5/mp/2_gpus"] == "read off the figure" and origins["figure_5/mp/8_gpus"] == "printed"
@@ -179,8 +172,3 @@ def test_every_command_composes() -> None:
             if script in ROOTS:
                 overrides = [re.sub("^resume=", "resume.path=", word) for word in words]
                 assert compose(ROOTS[script], overrides, return_hydra_config=True), command
-
-
-def test_a_page_without_markers_is_refused() -> None:
-    with pytest.raises(ValueError, match="`--pages` must contain"):
-        fill("# nothing\n", {"demo": "table"})

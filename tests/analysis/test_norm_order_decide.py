@@ -12,13 +12,10 @@ from analysis.norm_order import decide as script
 from analysis.norm_order.cells import CANDIDATES, LOSS, early_statistics
 from analysis.norm_order.decide import (
     Rule,
-    compare_limits,
     decide,
-    describe_repeats,
     exponent,
     fix_rule,
     holm,
-    judge,
     mechanism_cells,
     observations,
     place,
@@ -150,32 +147,6 @@ def test_a_seed_that_did_not_learn_takes_the_t_test_away() -> None:
     assert "post-norm minus pre-norm lower in 4 of the 7 pairs that differ (" in questions_table(record)["found"][1]
 
 
-@pytest.mark.parametrize("num_stuck, decision", [(4, "too few pairs"), (5, "not supported"), (8, "supported")])
-def test_too_few_stuck_pairs_support_nothing(planted, num_stuck: int, decision: str) -> None:
-    cells = planted.copy()
-    mechanism = cells.index[cells["group"] == "mechanism"]
-    cells.loc[mechanism[num_stuck:], ["state", "train_loss"]] = "learned", 3.5
-    eighth = config_of(cells)["tests"][7]
-    assert (eighth["n"], eighth["decision"]) == (num_stuck, decision)
-    assert (num_stuck < 5) == eighth["note"].endswith(f"; p cannot be below {0.5**num_stuck:.2g}")
-
-
-def test_rounding_to_the_grid_is_no_faster_fall() -> None:
-    """Both limits fall as depth^-0.5, from different values, and are rounded down to the grid."""
-    places = {"post": {6: 5, 12: 5, 24: 4}, "pre": {6: 5, 12: 5, 24: 5}}
-    rows = [
-        {"layers": layers, "order": order, "warmup": 100, "family": "bert", "seeds": {1: at, 2: at}}
-        for order, limits in places.items()
-        for layers, at in limits.items()
-    ]
-    result = compare_limits(pd.DataFrame(rows))
-    assert result["effect"] == pytest.approx(-0.5) and result["note"].endswith("rounding to the grid can give -0.5")
-    assert result["p"] < 0.05 and result["instead"] == {"supported": "within the grid's rounding"}
-    rows += [rows[2] | {"layers": 48, "seeds": {1: 3, 2: 3}}, rows[5] | {"layers": 48}]
-    result = compare_limits(pd.DataFrame(rows))
-    assert result["note"].endswith("can give -0.4") and result["effect"] < -0.4 and "instead" not in result
-
-
 def test_slopes_and_their_difference_have_the_values_of_a_regression() -> None:
     """Of scipy's linregress: slopes -0.5 and -1.75 with standard errors 0.25 and 0.26020824993326676."""
     layers = [6, 6, 12, 12, 24, 24]
@@ -197,21 +168,6 @@ def test_slopes_and_their_difference_have_the_values_of_a_regression() -> None:
 def test_holm_steps_down_and_never_decreases() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.004] + [1.0] * 11) == pytest.approx([0.048] + [1.0] * 11)
-
-
-def test_a_limit_needs_every_lower_rate(planted) -> None:
-    again = planted.copy()
-    keys = (again["group"] == "selection") & (again["layers"] == 12) & (again["order"] == "pre")
-    again.loc[keys & (again["lr"] == 1.5e-3) & (again["seed"] == 102), ["state", "train_loss"]] = "stuck", 4.74
-    row = read_limits(again).query("layers == 12 and order == 'pre' and warmup == 100 and family == 'bert'").iloc[0]
-    assert row["seeds"] == {101: place(6e-3), 102: place(0.75e-3)} and row["limit"] == place(0.75e-3)
-
-
-def test_b2t_stuck_where_post_norm_learns_refutes_at_any_depth(planted) -> None:
-    again = planted.copy()
-    again.loc[again["id"] == "6_b2t_0.003_w100_s102", "state"] = "stuck"
-    config = config_of(again)
-    assert config["stuck_b2t"] == ["6_b2t_0.003_w100_s102"] and config["refuted"]["question 3"]
 
 
 def test_the_rule_is_fixed_on_one_half_and_judged_on_the_other(planted, outcome) -> None:
@@ -236,22 +192,6 @@ def test_equal_rules_are_decided_by_the_order_of_the_list() -> None:
     assert (rule.statistic, rule.above) == ("b", False) and list(rule.predict(cells)) == stuck.tolist()
 
 
-def test_the_condition_alone_predicts_what_the_first_half_did_under_it() -> None:
-    stuck = {True: [True, True, False, False], False: [True, False, False]}  # by `judges`, one condition each
-    rates = {True: [1.0, 2.0, 3.0, 4.0], False: [1.0, 2.0, 3.0]}  # 2: wrong; 4: unknown, so the majority's
-    cells = pd.concat(
-        pd.DataFrame({"judges": judges, "stuck": stuck[judges], "lr": rates[judges]}) for judges in (True, False)
-    )
-    cells = cells.assign(layers=24, warmup=100, state=np.where(cells["stuck"], "stuck", "learned"))
-    cells = cells.assign(**{name: cells["stuck"] + 0.5 for name in (*CANDIDATES, LOSS)})
-    assert judge(cells)["condition_accuracy"] == 0.75 and judge(cells)["accuracy"] == 1.0
-
-
-def test_a_rule_no_better_than_the_loss_is_refuted(planted) -> None:
-    config = config_of(planted.assign(**{LOSS: planted["constant_share/mlp"]}))
-    assert config["tests"][8]["decision"] == "supported" and config["refuted"]["question 4"]
-
-
 def test_at_24_layers_and_3e_3_the_rule_misses_both_stuck_runs_and_constant_share_is_highest_in_them(committed) -> None:
     rule = Rule(**config_of(committed)["mechanism"]["rule"])
     some = committed[(committed["group"] == "losses") & (committed["layers"] == 24) & (committed["order"] == "post")]
@@ -268,24 +208,6 @@ def test_statistics_are_of_step_100() -> None:
     assert early_statistics({"statistics": {"50": columns}, "curve": [5.0] * 5}) == {}
     columns["gradient_norm/mlp"] = [1.0, None]
     assert early_statistics(config) == {}
-
-
-def test_repeats_give_the_effect_on_one_cpu_type_and_decide_nothing(planted) -> None:
-    ours = (planted["group"] == "losses") & (planted["layers"] == 12) & (planted["order"] == "b2t")
-    cells = planted.assign(cpu=planted["cpu"].where(~ours, "another CPU"))
-    again = cells[ours].assign(cpu="a CPU", train_loss=cells[ours]["train_loss"] + np.array([0.004, *[-0.002] * 7]))
-    record = decide(cells, again)
-    notes = [row["note"] for row in record["config"]["tests"]]
-    assert [i for i, note in enumerate(notes, 1) if "; 8 pairs of two CPU types" in note] == [3, 5]
-    values = {name: entry["value"] for name, entry in record["metrics"].items()}
-    assert (values["repeated/cells"], values["repeated/other_states"]) == (8, 0)
-    assert values["repeated/largest_difference"] == pytest.approx(0.004)
-    assert values["repeated/mean_difference"] == pytest.approx(-0.00125)
-    for test in (3, 5):
-        assert values[f"repeated/test {test}/effect"] == pytest.approx(values[f"test {test}/effect"] - 0.00125)
-    assert not any(f"repeated/test {test}/effect" in values for test in (1, 2, 4, 6, 11, 12))
-    assert record["config"] == config_of(cells)
-    assert not any("test" in name for name in describe_repeats(cells, again.iloc[:7]))  # one cell is missing
 
 
 def test_the_committed_repeats_ran_on_another_cpu_type(committed) -> None:

@@ -4,8 +4,6 @@ import collections
 import json
 import math
 import subprocess
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -91,41 +89,6 @@ def test_the_reference_losses_match_the_scored_tokens() -> None:
     least = -sum(count / total * math.log(chance(*pair)) for pair, count in pairs.items())
     assert found["scored_entropy"] == pytest.approx(entropy, abs=0.01)
     assert found["context_free_loss"] == pytest.approx(least, abs=0.01)
-
-
-def test_cells_run_two_at_a_time_once_each_and_in_order(tmp_path, monkeypatch) -> None:
-    cells, started, together = (
-        [cell for _, cell in script.read_groups("second")][:4],
-        [],
-        threading.Barrier(2, timeout=60),
-    )
-
-    def run(cell: script.Cell, *_: object) -> dict:
-        started.append(cell)
-        together.wait()  # for a second cell that runs beside it
-        return {"metrics": {}}
-
-    monkeypatch.setattr(script, "run_cell", run)
-    script.run_missing(cells, [], 2, tmp_path, tmp_path / "records.jsonl")
-    assert set(started[:2]) == set(cells[:2]) and set(started[2:]) == set(cells[2:])
-    assert set(read_lines(tmp_path / "records.jsonl")) == {cell.name for cell in cells}
-
-
-def test_an_error_ends_the_study_after_the_cell_beside_it(tmp_path, monkeypatch) -> None:
-    cells, failed = [cell for _, cell in script.read_groups("second")][:4], threading.Event()
-
-    def run(cell: script.Cell, *_: object) -> dict:
-        if cell == cells[0]:
-            failed.set()
-            raise RuntimeError(f"{cell.name} ended with code 1")
-        assert failed.wait(60)
-        time.sleep(1)  # until the error has reached the study
-        return {"metrics": {}}
-
-    monkeypatch.setattr(script, "run_cell", run)
-    with pytest.raises(RuntimeError, match=f"{cells[0].name} ended with code 1"):
-        script.run_missing(cells, [], 2, tmp_path, tmp_path / "records.jsonl")
-    assert cells[1].name in read_lines(tmp_path / "records.jsonl") and len(read_lines(tmp_path / "records.jsonl")) < 3
 
 
 @pytest.mark.slow

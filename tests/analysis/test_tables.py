@@ -11,7 +11,7 @@ import pytest
 
 from analysis.pages import make_tables
 from analysis.report import results_page
-from analysis.report.record_list import described, link_to_record, record_list
+from analysis.report.record_list import described, record_list
 from analysis.report.records import add_line, read_records
 from analysis.report.results_page import metric_tables
 from analysis.zero_shot.table import table_3
@@ -70,14 +70,6 @@ def test_every_record_has_a_command_and_a_commit_of_this_history() -> None:
     assert missing <= described()["elsewhere"].keys()
 
 
-def test_a_record_is_linked_from_the_folder_of_a_page() -> None:
-    assert link_to_record("demo.json", ROOT) == "[demo.json](analysis/demo/records/demo.json)"
-    link = "[cpu/*/a.json](../analysis/benchmarks/records/cpu)"
-    assert link_to_record("cpu/*/a.json", ROOT / "docs") == link
-    assert link_to_record("study/*", ROOT) == "[study/*](analysis/norm_order/records/study.jsonl)"
-    assert link_to_record("no_such.json", ROOT) == "no_such.json" and link_to_record(None, ROOT) is None
-
-
 def git(*arguments: str) -> tuple[int, str]:
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=30)
     return done.returncode, done.stdout.strip()
@@ -128,17 +120,6 @@ def test_a_table_of_metrics_shows_sum_count_and_maximum(monkeypatch, tmp_path) -
     assert table["unit"].tolist() == ["kills", "", "kills", "not run"]
     with pytest.raises(ValueError, match=r"must match metrics of a.json, but 'kills/.\*' matches 0"):
         metric_tables({"a.json": {"metrics": {}}})
-
-
-def test_a_table_of_metrics_shows_median_and_range_over_the_runs_of_a_record(monkeypatch, tmp_path) -> None:
-    row = "{{what: {0}, record: cpu/*/a.json, metric: ratio, of: {0}}}"
-    described = f"speed:\n  - {row.format('median')}\n  - {row.format('range')}\n"
-    (tmp_path / "results.yaml").write_text(described)
-    monkeypatch.setattr(results_page, "__file__", str(tmp_path / "results_page.py"))
-    runs = {f"cpu/{run}/a.json": {"metrics": {"ratio": {"value": run / 8, "unit": "x"}}} for run in (13, 9, 11)}
-    table = metric_tables(runs | {"a.json": {"metrics": {"ratio": {"value": 99, "unit": "x"}}}})["speed"]
-    assert table["measured"].tolist() == [1.375, "1.125 to 1.625"]
-    assert metric_tables({"a.json": {"metrics": {}}})["speed"]["unit"].tolist() == ["not run"] * 2
 
 
 def test_without_records_every_value_of_table_3_is_listed_as_not_run() -> None:

@@ -136,11 +136,6 @@ def test_the_flops_of_dummy_heads_count_for_the_devices_and_not_for_the_model(re
     assert hardware - hardware_flops_per_step(config, 1024, 8) == of_dummies
 
 
-def test_a_gpt_rank_has_its_share_of_the_flops_of_the_paper() -> None:
-    config = paper_model("gpt_8.3b", recompute="full")
-    assert 8 * rank_flops(config, Layout(tp_size=8), 8, 1024, "bf16") == hardware_flops_per_step(config, 1024, 8)
-
-
 def test_one_rank_communicates_nothing() -> None:
     assert step_collectives(paper_model("gpt_1.2b"), Layout(), 8, 2, 1024, "bf16") == ()
 
@@ -155,18 +150,6 @@ def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -
     assert gradients == 4 * count_parameters(config, 8).per_rank
     wide = step_collectives(config, layout, 2, 1, 1024, "fp64")
     assert sum(a.total_bytes for a in wide if a.group == "data") == 8 * count_parameters(config, 8).per_rank
-
-
-@pytest.mark.parametrize("architecture", ["gpt", "bert"])
-@pytest.mark.parametrize("norm_order", ["pre", "post"])
-def test_replicated_parameters_are_those_of_the_model(architecture: str, norm_order: str) -> None:
-    config = small_config(architecture, norm_order=norm_order)
-    with torch.device("meta"):
-        model = build_model(config, ParallelContext(tp_size=2, sequence_parallel=True), seed=None, device="meta")
-    expected = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    assert replicated_parameters(config, Layout(tp_size=2, dp_size=3)) == [expected] * 3
-    one_rank = Layout(tp_size=1, dp_size=1, sequence_parallel=True)
-    assert step_collectives(config, one_rank, 4, 1, 12, "fp32") == ()
 
 
 @pytest.mark.parametrize(
@@ -210,8 +193,3 @@ def test_data_ranks_do_not_change_tensor_communication() -> None:
     assert two == four
     alone = step_collectives(config, Layout(tp_size=2, dp_size=1), 4, 1, 1024, "bf16")
     assert alone == tuple(a for a in two if a.group == "tensor")
-
-
-def test_an_indivisible_layout_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
-        micro_batch_collectives(paper_model("gpt_2.5b"), Layout(tp_size=8), 1, 1024, "bf16")

@@ -11,14 +11,16 @@ from lmscale.config import Layout
 from lmscale.config.cluster import load_cluster
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.layer_operations import LayerCounts
-from lmscale.planner.overlap import _PLAIN, _SEQUENCE, _pass, exposed_shares
+from lmscale.planner.overlap import _pass, exposed_shares
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "conf" / "cluster" / "h200.yaml")
 
 
-def waits(operations: list[tuple[str, float]], messages: dict, each: float, parts: int) -> float:
+def waits(seconds: str, messages: list[str], each: float, parts: int) -> float:
+    """Of operations of so many seconds (digits), some of which need a message from when they could begin."""
     waited, total = Counter(), Counter()
-    _pass(operations, messages, Counter({what: each for what, _ in messages.values()}), parts, 1, waited, total)
+    operations = [(float(time), what, what) for time, what in zip(seconds, messages, strict=True)]
+    _pass(operations, {"+": each}, parts, 1, waited, total)
     return waited.total()
 
 
@@ -42,11 +44,15 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
     layer = LayerCounts(config, config.placement, layout, 8, 512, dtype)
     found = Counter()
     for operations in (layer.forward("forward"), layer.backward()):
-        names = [o.name for o in operations]
-        for needed_by, (what, before) in (_SEQUENCE if sequence else _PLAIN).items():
-            if needed_by in names:
-                assert names.index(before) <= names.index(needed_by)
-                found[what] += config.num_layers
+        under_way = Counter()
+        for o in operations:
+            if o.starts:
+                under_way[o.starts] += 1
+                found[o.starts] += config.num_layers
+            if o.needs:
+                under_way[o.needs] -= 1
+                assert under_way[o.needs] == 0  # it has started, once
+        assert not any(under_way.values())
     sent = micro_batch_collectives(config, layout, 8, 512, dtype)
     layers = {c.what: c.count for c in sent if "attention and MLP" in c.what}
     assert found == {what: count for what, count in layers.items() if not what.endswith(", recomputed")}
@@ -67,16 +73,14 @@ def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
 
 
 def test_halves_hide_each_other() -> None:
-    messages = {"c": ("sum", "c"), "e": ("sum", "e")}
-    operations = [("a", 3.0), ("b", 2.0), ("c", 1.0), ("d", 3.0), ("e", 1.0)]
-    assert waits(operations, messages, 4.0, 1) == 2 * 4.0
+    work = "32131", ["", "", "+", "", "+"]
+    assert waits(*work, 4.0, 1) == 2 * 4.0
     # Five seconds of the other half hide a first message. The second one starts at 10 and is needed at 14; the last
     # starts at 18 and has one second, the end of the first half, behind it.
-    assert waits(operations, messages, 4.0, 2) == 3.0
-    assert waits(operations, messages, 6.0, 2) > 3.0
-    assert waits(operations, messages, 0.5, 2) == 0.0
+    assert waits(*work, 4.0, 2) == 3.0
+    assert waits(*work, 6.0, 2) > 3.0
+    assert waits(*work, 0.5, 2) == 0.0
 
 
 def test_messages_travel_one_at_a_time() -> None:
-    messages = {"b": ("sum", "b")}
-    assert waits([("a", 1.0), ("b", 0.0)], messages, 10.0, 2) == 1 + 2 * 10.0 - 2
+    assert waits("10", ["", "+"], 10.0, 2) == 1 + 2 * 10.0 - 2

@@ -13,6 +13,24 @@ from .flops import num_recomputed_whole, scored_tokens
 from .memory import BYTES, FP32_BYTES
 from .params import count_parameters, parameter_sizes, parameters_in_order
 
+OUTPUTS, INPUTS, INPUTS_AGAIN = (f"attention and MLP {what}" for what in ("outputs", "inputs", "inputs, again"))
+OUTPUT_GRADIENTS, INPUT_GRADIENTS = (f"gradients of attention and MLP {what}" for what in ("outputs", "inputs"))
+# In the order of a step: what, kind, phase, and whether each layer sends it, for attention and for the MLP.
+_PLAIN = (
+    ("embedding", "all_reduce", "forward", False),
+    (OUTPUTS, "all_reduce", "forward", True),
+    (INPUT_GRADIENTS, "all_reduce", "backward", True),
+)
+_SEQUENCE = (
+    ("embedding", "reduce_scatter", "forward", False),
+    (INPUTS, "all_gather", "forward", True),
+    (OUTPUTS, "reduce_scatter", "forward", True),
+    ("output of the last layer", "all_gather", "forward", False),
+    (OUTPUT_GRADIENTS, "all_gather", "backward", True),
+    (INPUTS_AGAIN, "all_gather", "backward", True),
+    (INPUT_GRADIENTS, "reduce_scatter", "backward", True),
+    ("gradient of the embedding", "all_gather", "backward", False),
+)
 _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients, and a flag, in fp64
 
 
@@ -82,59 +100,26 @@ def micro_batch_collectives(
     scored = num_scored * config.hidden_size * BYTES[dtype]
     columns = config.padded_vocab_size // layout.tp_size
     return (
-        *(_sequence_collectives if layout.cuts_sequence else _plain_collectives)(
-            config, large, layout.batch_parts, on_gpu
-        ),
+        *_model_collectives(config, layout, large, on_gpu),
         *_loss_all_reduces(num_scored, rows_at_once(columns, on_gpu), max(FP32_BYTES, BYTES[dtype])),
         Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
     )
 
 
-def _plain_collectives(config: TransformerConfig, num_bytes: int, parts: int, compiled: bool) -> list[Collective]:
-    def of_layers(what: str, phase: str, count: int) -> Collective:
-        return Collective(what, "all_reduce", "tensor", phase, count, num_bytes // parts)
-
-    per_pass = 2 * parts * config.num_layers
-    found = [
-        Collective("embedding", "all_reduce", "tensor", "forward", 1, num_bytes),
-        of_layers("attention and MLP outputs", "forward", per_pass),
-        of_layers("gradients of attention and MLP inputs", "backward", per_pass),
-    ]
-    if config.recompute is Recompute.FULL:
-        found.append(
-            of_layers("attention and MLP outputs, recomputed", "backward", _recomputed_outputs(config, parts, compiled))
-        )
-    return found
-
-
-def _recomputed_outputs(config: TransformerConfig, parts: int, compiled: bool) -> int:
-    """Of all layers; the last one of a layer, of the second half if there are two, may not be needed."""
-    num_layers = config.num_layers
-    return 2 * parts * num_layers - (0 if compiled else num_layers - num_recomputed_whole(config))
-
-
-def _sequence_collectives(config: TransformerConfig, num_bytes: int, parts: int, compiled: bool) -> list[Collective]:
-    def one(what: str, kind: str, phase: str) -> Collective:
-        return Collective(what, kind, "tensor", phase, 1, num_bytes)
-
-    def of_layers(what: str, kind: str, phase: str, count: int = 2 * parts * config.num_layers) -> Collective:
-        return Collective(what, kind, "tensor", phase, count, num_bytes // parts)
-
-    found = [
-        one("embedding", "reduce_scatter", "forward"),
-        of_layers("attention and MLP inputs", "all_gather", "forward"),
-        of_layers("attention and MLP outputs", "reduce_scatter", "forward"),
-        one("output of the last layer", "all_gather", "forward"),
-        of_layers("gradients of attention and MLP outputs", "all_gather", "backward"),
-        of_layers("attention and MLP inputs, again", "all_gather", "backward"),
-        of_layers("gradients of attention and MLP inputs", "reduce_scatter", "backward"),
-        one("gradient of the embedding", "all_gather", "backward"),
-    ]
-    if config.recompute is Recompute.FULL:
-        outputs = _recomputed_outputs(config, parts, compiled)
-        found.append(of_layers("attention and MLP inputs, recomputed", "all_gather", "backward"))
-        found.append(of_layers("attention and MLP outputs, recomputed", "reduce_scatter", "backward", outputs))
-    return found
+def _model_collectives(config: TransformerConfig, layout: Layout, num_bytes: int, compiled: bool) -> list[Collective]:
+    """Those of embedding and layers, whose whole tensor has `num_bytes`."""
+    parts, recomputed, found = layout.batch_parts, [], []
+    for what, kind, phase, is_of_layers in _SEQUENCE if layout.cuts_sequence else _PLAIN:
+        if not is_of_layers:
+            found.append(Collective(what, kind, "tensor", phase, 1, num_bytes))
+            continue
+        count = 2 * parts * config.num_layers
+        found.append(Collective(what, kind, "tensor", phase, count, num_bytes // parts))
+        if phase == "forward" and config.recompute is Recompute.FULL:
+            if what == OUTPUTS and not compiled:  # the last one of a layer, of the second half, may not be needed
+                count -= config.num_layers - num_recomputed_whole(config)
+            recomputed.append(Collective(f"{what}, recomputed", kind, "tensor", "backward", count, num_bytes // parts))
+    return found + recomputed
 
 
 def step_collectives(

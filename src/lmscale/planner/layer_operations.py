@@ -4,10 +4,12 @@ Legend: as in `operations.py`; own tokens of a rank outside the parallel region,
 b s / p.
 """
 
+import dataclasses
 from typing import Any
 
 from ..config import Layout, Recompute, TransformerConfig
 from ..config.family import family_of
+from .communication import INPUT_GRADIENTS, INPUTS, INPUTS_AGAIN, OUTPUT_GRADIENTS, OUTPUTS
 from .memory import BYTES
 from .operation import Core, Operation, elementwise, product
 
@@ -49,21 +51,18 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row = self.own * h
         found = [elementwise("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
-        found += self._magnitude("QKV", phase)
-        found += [self._product("QKV", phase, t, 3 * a, h), *self._core(phase)]
+        found += [*self._gathered(self._product("QKV", phase, t, 3 * a, h), INPUTS), *self._core(phase)]
         found.append(self._product("attention projection", phase, t, h, a))
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
-        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small))
-        found += self._magnitude("MLP up", phase)
-        found += [self._product("MLP up", phase, t, f, h), elementwise("GELU", phase, t * f * e, t * f * e)]
+        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small, OUTPUTS, OUTPUTS))
+        found += self._gathered(self._product("MLP up", phase, t, f, h), INPUTS)
+        found.append(elementwise("GELU", phase, t * f * e, t * f * e))
         found.append(self._product("MLP down", phase, t, h, f))
+        name, read, written = "MLP dropout, residual, LayerNorm", row * 2 * e, row * (2 * e + self.mask)
         if self._is_pre:
-            found.append(
-                elementwise("MLP dropout, residual", phase, row * (3 * e + self.rounded_mask), row * (e + self.mask))
-            )
-        else:
-            found.append(elementwise("MLP dropout, residual, LayerNorm", phase, row * 2 * e, row * (2 * e + self.mask)))
+            name, read, written = "MLP dropout, residual", row * (3 * e + self.rounded_mask), row * (e + self.mask)
+        found.append(elementwise(name, phase, read, written, 1, OUTPUTS, OUTPUTS))
         found += self._more_norms(phase, row * e, row * e, 1)
         if self.float8:
             found.append(self._rounding_forward(phase))
@@ -74,8 +73,7 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row, inner_gradient = self.own * h, 3 * t * a * e
         found = self._end_backward(row)
-        found += self._magnitude("MLP down, gradient of the input", "backward")
-        found += self._gradients("MLP down", t, h, f)
+        found += self._row_gradients("MLP down", t, h, f)
         again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
         found.append(elementwise("GELU", "backward", 2 * t * f * e, t * f * e + again))
         # Its first sum is in the kernel of the GELU's gradient, but not in float8, which rounds in between.
@@ -87,18 +85,16 @@ class LayerCounts:
         kept = 0 if self._is_pre else self.mask
         written = 2 * e if self.mask else e
         name = "MLP LayerNorm, residual, dropout"
-        found.append(elementwise(name, "backward", row * (2 * e + wide + self.rounded_mask + kept), row * written, 3))
+        read = row * (2 * e + wide + self.rounded_mask + kept)
+        found.append(elementwise(name, "backward", read, row * written, 3, needs=INPUT_GRADIENTS))
         found.append(elementwise("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
-        found += self._magnitude("attention projection, gradient of the input", "backward")
-        found += [*self._gradients("attention projection", t, h, a), *self._core("backward")]
+        found += [*self._row_gradients("attention projection", t, h, a), *self._core("backward")]
         if not self.float8:  # which rounds the three gradients from where the core left them
             found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
         found.append(elementwise("QKV, bias", "backward", inner_gradient, 0, 2))
         found += self._column_gradients("QKV", "attention input", t, 3 * a, h, again=(row * e, row * e, 1))
-        if self._is_pre:
-            found.append(elementwise("attention LayerNorm, residual", "backward", row * 3 * e, row * e, 3))
-        else:
-            found.append(elementwise("residual", "backward", row * 2 * e, row * e))
+        name, read, launches = ("attention LayerNorm, residual", 3, 3) if self._is_pre else ("residual", 2, 1)
+        found.append(elementwise(name, "backward", row * read * e, row * e, launches, needs=INPUT_GRADIENTS))
         found += self._more_norms("backward", row * 2 * e, row * e, 3)
         if self.float8:
             found.append(self._rounding_backward())
@@ -140,23 +136,37 @@ class LayerCounts:
             self._product(f"{name}, gradient of the weight", "backward", out, inner, rows),
         ]
 
+    def _row_gradients(self, name: str, rows: int, out: int, inner: int) -> list[Operation]:
+        of_input, of_weight = self._gradients(name, rows, out, inner)
+        return [*self._gathered(of_input, OUTPUT_GRADIENTS), of_weight]
+
     def _column_gradients(
         self, name: str, x: str, rows: int, out: int, inner: int, again: tuple[int, int, int]
     ) -> list[Operation]:
         """With sequence parallelism the input is gathered again: `again` are read, written and launches of its copy,
         for the MLP in the kernel of a LayerNorm."""
         of_input, of_weight = self._gradients(name, rows, out, inner)
+        of_weight = dataclasses.replace(of_weight, starts=INPUT_GRADIENTS)
         if not self._cuts_sequence:
             return [of_input, of_weight]
         copied = elementwise(f"{x}, again", "backward", *again)
-        return [copied, of_input, *self._magnitude(of_weight.name, "backward"), of_weight]
+        of_input = dataclasses.replace(of_input, starts=INPUTS_AGAIN)
+        return [copied, of_input, *self._gathered(of_weight, INPUTS_AGAIN, starts=INPUT_GRADIENTS)]
 
-    def _magnitude(self, product: str, phase: str) -> list[Operation]:
-        """With sequence parallelism float8 reads what was gathered for a product once more: without an all-gather in
-        between, the kernel that computes it finds the largest magnitude."""
-        if not (self._cuts_sequence and self.float8):
-            return []
-        return [elementwise(product + MAGNITUDE, phase, self.tokens * self.width * self.e, 0, 2)]
+    def _gathered(self, product: Operation, what: str, starts: str | None = None) -> list[Operation]:
+        """A product that, with sequence parallelism, needs what is gathered, from when it starts or earlier.
+
+        Float8 reads that once more: without an all-gather in between, the kernel that computes it finds the largest
+        magnitude.
+        """
+        if not self._cuts_sequence:
+            return [product]
+        messages = {"starts": what if starts is None else starts, "needs": what}
+        if not self.float8:
+            return [dataclasses.replace(product, **messages)]
+        read = self.tokens * self.width * self.e
+        found = elementwise(product.name + MAGNITUDE, product.phase, read, 0, 2, **messages)
+        return [found, dataclasses.replace(product, starts="")]
 
     def _core(self, phase: str) -> list[Operation]:
         s, d, number, e = self.seq_length, self.config.head_size, self.batch_heads, self.e

@@ -85,6 +85,8 @@ class Operation:
         flops: of matrix products, per operation; attention counts as dense, without what its kernel recomputes.
         work: the shapes on which the time of FLOPs depends.
         count: per step.
+        starts: what is sent from when the operation could begin: the operands of that message are computed by then.
+        needs: what must have arrived before the operation begins.
     """
 
     name: str
@@ -95,6 +97,8 @@ class Operation:
     flops: int = 0
     work: Product | Core | None = None
     count: int = 1
+    starts: str = ""
+    needs: str = ""
 
     @property
     def kind(self) -> str:
@@ -129,9 +133,11 @@ def times(number: int, operation: Operation) -> Operation:
     return dataclasses.replace(operation, count=number * operation.count)
 
 
-def elementwise(name: str, phase: str, read: int, written: int, launches: int = 1) -> Operation:
+def elementwise(
+    name: str, phase: str, read: int, written: int, launches: int = 1, starts: str = "", needs: str = ""
+) -> Operation:
     """An operation without products, or several in sequence."""
-    return Operation(name, phase, launches, read, written)
+    return Operation(name, phase, launches, read, written, starts=starts, needs=needs)
 
 
 def product(name: str, phase: str, m: int, n: int, k: int, e: int, float8: bool = False, batch: int = 1) -> Operation:

@@ -12,27 +12,6 @@ from ..config import Layout, TransformerConfig
 from ..config.cluster import Cluster
 from .layer_operations import MAGNITUDE, LayerCounts
 
-_OUTPUTS, _INPUT_GRADIENTS = "attention and MLP outputs", "gradients of attention and MLP inputs"
-_INPUTS, _AGAIN = "attention and MLP inputs", "attention and MLP inputs, again"
-_OUTPUT_GRADIENTS = "gradients of attention and MLP outputs"
-# By the operation that needs a message: what is sent, and the operation before which it starts.
-_PLAIN = {
-    "attention dropout, residual, LayerNorm": (_OUTPUTS, "attention dropout, residual, LayerNorm"),
-    "MLP dropout, residual": (_OUTPUTS, "MLP dropout, residual"),  # pre
-    "MLP dropout, residual, LayerNorm": (_OUTPUTS, "MLP dropout, residual, LayerNorm"),  # post
-    "MLP LayerNorm, residual, dropout": (_INPUT_GRADIENTS, "MLP up, gradient of the weight"),
-    "attention LayerNorm, residual": (_INPUT_GRADIENTS, "QKV, gradient of the weight"),  # pre
-    "residual": (_INPUT_GRADIENTS, "QKV, gradient of the weight"),  # post
-}
-_SEQUENCE = _PLAIN | {
-    "QKV": (_INPUTS, "QKV"),
-    "MLP up": (_INPUTS, "MLP up"),
-    "MLP down, gradient of the input": (_OUTPUT_GRADIENTS, "MLP down, gradient of the input"),
-    "attention projection, gradient of the input": (_OUTPUT_GRADIENTS, "attention projection, gradient of the input"),
-    "MLP up, gradient of the weight": (_AGAIN, "MLP up, gradient of the input"),
-    "QKV, gradient of the weight": (_AGAIN, "QKV, gradient of the input"),
-}
-
 
 def exposed_shares(
     config: TransformerConfig,
@@ -52,19 +31,17 @@ def exposed_shares(
     for placement, number in Counter(config.layer_placements).items():
         layer = LayerCounts(config, placement, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
         for operations in (layer.forward("forward"), layer.backward()):
-            by_product = groupby(operations, key=lambda o: o.name.removesuffix(MAGNITUDE))  # which needs the message
-            timed = [
-                (name, sum(o.seconds(cluster, dtype) + o.launch_s(cluster) for o in group))
-                for name, group in by_product
-            ]
-            messages = _SEQUENCE if layout.cuts_sequence else _PLAIN
-            _pass(timed, messages, message_s, layout.batch_parts, number, waits, total)
+            by_product = groupby(operations, key=lambda o: o.name.removesuffix(MAGNITUDE))
+            timed = []
+            for first, *rest in (list(group) for _, group in by_product):
+                seconds = sum(o.seconds(cluster, dtype) + o.launch_s(cluster) for o in (first, *rest))
+                timed.append((seconds, first.starts, first.needs))
+            _pass(timed, message_s, layout.batch_parts, number, waits, total)
     return {what: waits[what] / seconds for what, seconds in total.items()}
 
 
 def _pass(
-    operations: list[tuple[str, float]],
-    messages: dict[str, tuple[str, str]],
+    operations: list[tuple[float, str, str]],
     message_s: dict[str, float],
     parts: int,
     num_layers: int,
@@ -75,30 +52,30 @@ def _pass(
 
     As with `WaitLast` (`models/compiler_options.py`), the first part that can go on does; if all wait, the one whose
     message started first.
+
+    Args:
+        operations: seconds, and the message that each starts and needs.
     """
-    names = {name for name, _ in operations}
-    starts = {before: (needed_by, what) for needed_by, (what, before) in messages.items() if needed_by in names}
     clock = free = 0.0  # of the rank and of its links
     done, arrivals = [0] * parts, [{} for _ in range(parts)]
 
     def start_message(part: int) -> None:
         nonlocal free
-        name = operations[done[part]][0] if done[part] < len(operations) else None
-        if name in starts:
-            needed_by, what = starts[name]
+        what = operations[done[part]][1] if done[part] < len(operations) else ""
+        if what:
             free = max(free, clock) + message_s[what]
-            arrivals[part][needed_by] = free
+            arrivals[part][what] = free
             total[what] += num_layers * message_s[what]
 
     for part in range(parts):
         start_message(part)
     while any(number < len(operations) for number in done):
         left = [part for part in range(parts) if done[part] < len(operations)]
-        part = min(left, key=lambda part: arrivals[part].get(operations[done[part]][0], 0.0))
-        name, seconds = operations[done[part]]
-        if name in arrivals[part]:
-            waited = max(0.0, arrivals[part][name] - clock)
-            waits[messages[name][0]] += num_layers * waited
+        part = min(left, key=lambda part: arrivals[part].get(operations[done[part]][2], 0.0))
+        seconds, _, needed = operations[done[part]]
+        if needed:
+            waited = max(0.0, arrivals[part][needed] - clock)
+            waits[needed] += num_layers * waited
             clock += waited
         clock += seconds
         done[part] += 1

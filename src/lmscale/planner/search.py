@@ -43,6 +43,12 @@ def tensor_sizes(job: Workload, largest: int, pad_heads: bool = False) -> list[i
     return sizes
 
 
+def _grids(job: Workload, num_devices: int, request: ParallelConfig) -> list[Layout]:
+    """Every layout of all `num_devices` that divides the model, with the options of `request`."""
+    sizes = tensor_sizes(job, num_devices, request.pad_heads)
+    return [request.layout(tp_size=p, dp_size=num_devices // p) for p in sizes if num_devices % p == 0]
+
+
 def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
     """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending.
 
@@ -82,10 +88,7 @@ def rank_layouts(
         ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
     """
     fitting, too_large = [], []
-    for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
-        if num_devices % tp_size:
-            continue
-        layout = request.layout(tp_size=tp_size, dp_size=num_devices // tp_size)
+    for layout in _grids(job, num_devices, request):
         layouts = _with_options(layout, cluster) if compares_options else [layout]
         plans = [
             make_plan(job.change(b, mode), layout, cluster)
@@ -138,10 +141,7 @@ def rank_on_machine(
     plans = []
     for num_ranks in counts:
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
-        sizes = [tp_size for tp_size in tensor_sizes(job, num_ranks, request.pad_heads) if num_ranks % tp_size == 0]
-        for layout in (
-            each for p in sizes for each in _with_options(request.layout(tp_size=p, dp_size=num_ranks // p), cluster)
-        ):
+        for layout in (each for grid in _grids(job, num_ranks, request) for each in _with_options(grid, cluster)):
             if not divides(job, layout):
                 continue
             tried = [make_plan(job.change(recompute=mode), layout, device) for mode in modes]
@@ -170,7 +170,7 @@ def describe_limits(best: Plan, request: ParallelConfig) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
     job, cluster, num_devices, tp_size = best.job, best.cluster, best.num_devices, best.layout.tp_size
     limits = []
-    grids = [(p, num_devices // p) for p in tensor_sizes(job, num_devices, request.pad_heads) if num_devices % p == 0]
+    grids = [(layout.tp_size, layout.dp_size) for layout in _grids(job, num_devices, request)]
     excluded = [(p, d) for p, d in grids if job.global_batch_size % d]
     if excluded:
         tp_sizes, dp_sizes = (", ".join(f"{size:,}" for size in sizes) for sizes in zip(*excluded, strict=True))
@@ -231,10 +231,9 @@ def _fits_on(
     job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig, within_nodes: bool = False
 ) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
-    for tp_size in tensor_sizes(job, num_devices, request.pad_heads):
-        if num_devices % tp_size or (within_nodes and _crosses_nodes(tp_size, num_devices, cluster)):
+    for layout in _grids(job, num_devices, request):
+        if within_nodes and _crosses_nodes(layout.tp_size, num_devices, cluster):
             continue
-        layout = request.layout(tp_size=tp_size, dp_size=num_devices // tp_size)
         sizes = micro_batch_sizes(job, layout)
         if sizes and make_plan(job.change(sizes[0], Recompute.FULL), layout, cluster).missing_bytes <= 0:
             return True
