@@ -1,8 +1,6 @@
 """WikiText's detokenizer and counts, on the published validation file and on difficult texts."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import WikiText103Config
@@ -12,28 +10,6 @@ from lmscale.evaluation.zero_shot_task import check_complete, read_task
 from lmscale.text.whole_file import read_text_file
 
 WIKI = " \n = Lobsters = \n \n The lobster is blue . \n"
-# Patterns of the rules, combined in every order.
-PIECES = [
-    "s '",
-    " 's",
-    "'",
-    '"',
-    " @-@ ",
-    " @,@ ",
-    " @.@ ",
-    " , ",
-    " . ",
-    "(",
-    ")",
-    "[ ",
-    " ]",
-    "{",
-    "}",
-    "= ",
-    " =",
-    " ",
-]
-PIECES += ["\n", " \n", " N ", " ° ", " ; ", " : ", " ! ", " ? ", "word", "5", "<unk>", "\u00a0", "é", "\\1", "\\"]
 
 
 def test_the_validation_file_has_the_published_counts(shared_data) -> None:
@@ -57,19 +33,6 @@ def test_the_other_vocabulary_of_the_same_articles_has_its_published_count(share
     assert len(read_task(WikiText103Config("wikitext103", path), tokenizer).tokens) == 243_597
 
 
-def test_the_validation_file_is_restored_exactly(shared_data) -> None:
-    text = read_text_file(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens", "task.path").text
-    detokenized = detokenize(text)
-    assert len(detokenized.text) < 0.97 * len(text)
-    assert detokenized.restore() == text
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
-def test_any_text_is_restored_exactly(text: str) -> None:
-    assert detokenize(text).restore() == text
-
-
 @pytest.mark.parametrize(
     "tokenized, written",
     [
@@ -86,7 +49,7 @@ def test_any_text_is_restored_exactly(text: str) -> None:
     ],
 )
 def test_artifacts_are_removed(tokenized: str, written: str) -> None:
-    assert detokenize(tokenized).text == written
+    assert detokenize(tokenized) == written
 
 
 def test_words_are_separated_by_single_spaces() -> None:
