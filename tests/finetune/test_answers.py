@@ -12,6 +12,8 @@ from lmscale.finetune.answers import decode_answers
 from lmscale.finetune.features import load_features
 from lmscale.finetune.preparing import prepare_features
 from lmscale.finetune.scoring import predict_sets
+from lmscale.finetune.tasks.pair_tables import score_qqp
+from lmscale.finetune.tasks.race import score_race
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +204,12 @@ def test_dropped_characters_belong_to_the_token_that_they_touch(tmp_path) -> Non
     for window, (context, expected) in enumerate(contexts.items()):
         offsets = found.offsets[found.starts[window] : found.starts[window + 1]]
         assert [context[begin:end] for begin, end in offsets if begin >= 0] == expected
+
+
+def test_scores_of_classes_count_by_hand() -> None:
+    chosen, labels = [1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]
+    assert score_qqp(chosen, labels, {}) == pytest.approx({"accuracy": 100 * 4 / 7, "f1": 100 * 2 * 2 / 7})
+    assert score_qqp([0], [0], {})["f1"] == 0.0  # no question is a duplicate
+    groups = ["middle", "high", "high", "middle", "middle", "high", "high"]
+    expected = {"accuracy": 100 * 4 / 7, "accuracy_middle": 100 * 2 / 3, "accuracy_high": 50.0}
+    assert score_race(chosen, labels, {"groups": groups}) == pytest.approx(expected)

@@ -58,13 +58,13 @@ def test_a_number_that_names_one_label_and_indexes_another_raises(tmp_path) -> N
     [
         (
             {"n": 1, "text": "a", "class": "ugly"},
-            "`class` must be one of bad, good, or a number from -1 (not known) to 1",
+            "`class` must be one of bad, good, 0, 1, -1, but is 'ugly'",
         ),
         ({"n": 1, "text": "a", "class": 2}, "must be one of bad, good"),
         ({"n": 1, "text": "a", "class": True}, "must be one of bad, good"),
         ({"n": 1, "text": " ", "class": 1}, "texts must not be empty"),
         ({"n": 1, "text": ["a"], "class": 1}, "texts must not be empty"),
-        ({"n": 1, "class": 1}, "must have n, text, but lacks text"),
+        ({"n": 1, "class": 1}, "must have the columns n, text, but lacks text"),
     ],
 )
 def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> None:

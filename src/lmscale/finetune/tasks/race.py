@@ -5,18 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
-from ...evaluation.classification import accuracy_by_group
 from ..examples import ChoiceExample, RowReport, is_text
 from ..sources import hub_rows, is_on_hub, jsonl_rows
+from .benchmark import accuracy
 
 LETTERS = "ABCD"
 LEVELS = ("middle", "high")
 
 
 def score_race(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
-    """Compute the accuracy over all questions and per level."""
-    found = accuracy_by_group(chosen, labels, facts["groups"])
-    return {"accuracy" if group == "all" else f"accuracy_{group}": value for group, value in found.items()}
+    """Compute the accuracy in percent over all questions and per level."""
+    found = {"accuracy": accuracy(chosen, labels)}
+    for level in dict.fromkeys(facts["groups"]):
+        mine = [i for i, group in enumerate(facts["groups"]) if group == level]
+        found[f"accuracy_{level}"] = accuracy([chosen[i] for i in mine], [labels[i] for i in mine])
+    return found
 
 
 def read_race(task: TaskConfig, place: str, report: RowReport) -> list[ChoiceExample]:
