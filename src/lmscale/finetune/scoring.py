@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..config.finetune import TaskConfig
-from ..evaluation.squad import AllNullWarning, NullThreshold, all_null_alarm, best_null_threshold, score
+from ..evaluation.squad import all_null_alarm, best_null_threshold, score
 from .answers import decode_answers
 from .features import Features
 from .tasks import HeadKind, benchmark_of
@@ -121,8 +120,7 @@ def _predict_spans(
             name = chosen_on[0]
             texts = {key: found.text for key, found in candidates[name].items()}
             odds = {key: found.null_odds for key, found in candidates[name].items()}
-            best: NullThreshold = best_null_threshold(sets[name].facts["dataset"], texts, odds)
-            threshold = best.value
+            threshold = best_null_threshold(sets[name].facts["dataset"], texts, odds).value
         metrics["squad_v2/null_threshold"] = threshold
     predictions = {}
     for name, found in candidates.items():
@@ -141,9 +139,7 @@ def _predict_spans(
 
 def _span_metrics(dataset: dict[str, Any], answers: dict[str, str]) -> tuple[dict[str, float], str | None]:
     """Return the scores of a set in percent, and a warning if all answers are null."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AllNullWarning)  # returned instead
-        scores = score(dataset, answers)
+    scores = score(dataset, answers)
     return {k: v for k, v in scores.items() if not k.endswith(("total", "missing"))}, all_null_alarm(scores)
 
 
