@@ -30,7 +30,7 @@ from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
-LAYOUTS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2)] + [(3, 1)]  # 4 heads: at tp 3 two, two and only dummies
+LAYOUTS = [(1, 1), (2, 2), (4, 1), (3, 1)]  # 4 heads: at tp 3 two, two and only dummies
 _BUILDING = threading.Lock()  # building a model sets torch's default dtype, which is global
 
 
@@ -95,7 +95,7 @@ def save_at(path: Path, source: Path, tp_size: int, dp_size: int, dtype: torch.d
 
 
 def test_checkpoints_convert_bitwise_between_all_layouts(trained, tmp_path) -> None:
-    """Each of seven (tp, dp) to each of them, at tp 3 with dummy heads: weights, fp32 masters and both moments."""
+    """Each (tp, dp) to each of them, at tp 3 with dummy heads: weights, fp32 masters and both moments."""
     metadata = read_metadata(trained)
     dtype = torch.bfloat16 if metadata.run["precision"]["dtype"] == "bf16" else torch.float32
     with CheckpointReader(trained) as reader:
@@ -150,13 +150,12 @@ def save_large(folder: Path, config: TransformerConfig, tp_size: int) -> Checkpo
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_loading_a_shard_needs_little_more_memory_than_the_shard(tmp_path, tp_size) -> None:
-    """Rank 0 of 2 reads its weights and moments from a checkpoint of `tp_size`: peak below 1.3 shards and a tensor."""
+def test_loading_a_shard_needs_little_more_memory_than_the_shard(tmp_path) -> None:
+    """Rank 0 of 2 reads its weights and moments from a checkpoint of one rank: peak below 1.3 shards and a tensor."""
     sizes = {"family": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}
     sizes |= {"vocab_size": 8000, "max_position_embeddings": 512}
-    large = save_large(tmp_path, TransformerConfig(**sizes), tp_size)
-    save_large(tmp_path / "tiny", TransformerConfig(**(sizes | {"num_layers": 1, "hidden_size": 48})), tp_size)
+    large = save_large(tmp_path, TransformerConfig(**sizes), 1)
+    save_large(tmp_path / "tiny", TransformerConfig(**(sizes | {"num_layers": 1, "hidden_size": 48})), 1)
     tests = Path(__file__).parent
     folders = [str(tests), str(tests.parent), str(tests.parent / "training")]
     command = [sys.executable, "-c", _LOAD, str(tmp_path), json.dumps(folders)]

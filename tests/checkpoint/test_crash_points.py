@@ -213,11 +213,8 @@ def read_exported(target: Path) -> dict[str, list]:
 
 SCENARIOS = {
     "save, 1 rank": save_scenario(1, False),
-    "save, 1 rank, in the background": save_scenario(1, True),
-    "save, 2 ranks": save_scenario(2, False),
     "save, 2 ranks, in the background": save_scenario(2, True),
     "replace a step, 1 rank": save_scenario(1, False, step=2, seed=7),
-    "replace a step, 2 ranks, in the background": save_scenario(2, True, step=2, seed=7),
     "resume": Scenario(prepare_resume, resume, check_resumed, "checkpoints/step_2.ckpt"),
     "reshard": Scenario(
         prepare_source,

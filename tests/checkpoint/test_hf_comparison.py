@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from checkpoints import BERT, FAMILIES, GPT, MEGATRON_BERT, family_config, save_random, their_weights
+from checkpoints import BERT, GPT, MEGATRON_BERT, family_config, save_random, their_weights
 
 from lmscale.checkpoint import CheckpointError, hf_config, hugging_face
 from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
@@ -55,8 +55,7 @@ def test_a_wrong_mapping_is_refused_by_the_comparison_and_leaves_no_files(tmp_pa
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("what", ["gelu", "layer_norm_eps"])
+@pytest.mark.parametrize("name, what", [(GPT, "gelu"), (BERT, "layer_norm_eps")])
 def test_a_wrong_form_in_the_configuration_is_refused_by_the_comparison(tmp_path, monkeypatch, name, what) -> None:
     config = family_config(name)
     source, _ = save_random(tmp_path / "source", config)
@@ -80,7 +79,7 @@ def test_a_wrong_form_in_the_configuration_is_refused_by_the_comparison(tmp_path
 @pytest.mark.parametrize("name", [GPT, BERT, pytest.param(MEGATRON_BERT, marks=pytest.mark.slow)])
 def test_one_wrong_number_in_any_tensor_is_noticed(tmp_path, monkeypatch, name: str) -> None:
     """The last row of every tensor in turn: nothing that is written goes uncompared."""
-    source, _ = save_random(tmp_path / "source", family_config(name, num_layers=2))
+    source, _ = save_random(tmp_path / "source", family_config(name, num_layers=1))
     names = set(their_weights(export_hugging_face(source, tmp_path / "published")))
     original = hugging_face._read_theirs
     for spoilt in sorted(names):

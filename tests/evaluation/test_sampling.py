@@ -96,16 +96,14 @@ def test_every_tensor_rank_chooses_the_same_token_as_one_rank(expected, tp_size:
 
 
 @pytest.mark.parametrize(
-    "sampling, kept",
+    "sampling, kept, over",
     [
-        (Sampling(1.0), [0, 1, 2, 3, 5]),
-        (Sampling(0.5), [0, 1, 2, 3, 5]),
-        (Sampling(1.0, top_k=3), [0, 1, 5]),
-        (Sampling(1.0, top_p=0.7), [0, 1]),
-        (Sampling(1.0, top_k=3, top_p=0.7), [0, 1]),
+        (Sampling(1.0), [0, 1, 2, 3, 5], "positions"),
+        (Sampling(0.5), [0, 1, 2, 3, 5], "samples"),
+        (Sampling(1.0, top_k=3), [0, 1, 5], "samples"),
+        (Sampling(1.0, top_p=0.7), [0, 1], "positions"),
     ],
 )
-@pytest.mark.parametrize("over", ["samples", "positions"])
 def test_frequencies_equal_the_probabilities(sampling: Sampling, kept: list[int], over: str) -> None:
     number = 60_000
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -math.inf, 0.5], dtype=torch.float64)
@@ -142,7 +140,7 @@ def test_seed_prompt_sample_and_position_each_change_the_noise() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", SETTINGS)
+@pytest.mark.parametrize("sampling", [SETTINGS[0], SETTINGS[-1]])
 def test_nan_scores_raise(bad: float, sampling: Sampling) -> None:
     logits = make_logits("smooth")
     logits[2, 17] = bad

@@ -161,7 +161,7 @@ def random_context(generator: random.Random, normalizer) -> tuple[str, list[tupl
 @pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
 def test_perfect_logits_give_every_answer_of_whole_tokens_in_any_script(lowercase: bool, tmp_path) -> None:
     generator, tokenizer, paragraphs, dropped = random.Random(5), encoder(lowercase), [], 0
-    for number in range(600):
+    for number in range(200):
         context, parts = random_context(generator, tokenizer.inner.normalizer)
         if not parts:
             continue
@@ -182,7 +182,7 @@ def test_perfect_logits_give_every_answer_of_whole_tokens_in_any_script(lowercas
         row[1, last] += 20.0
     answers = {name: found.text for name, found in decode_answers(found, logits, 5, 24).items()}
     gold = {qa["id"]: qa["answers"][0]["text"] for p in paragraphs for qa in p["qas"]}
-    assert len(gold) > 550 and dropped > 200
+    assert len(gold) > 180 and dropped > 60
     assert {name: (gold[name], answers[name]) for name in gold if gold[name] != answers[name]} == {}
     assert score(data, answers)["exact_match"] == 100.0
 
