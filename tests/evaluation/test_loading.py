@@ -1,6 +1,5 @@
 """Models loaded for evaluation: exactly the checkpoint's weights, at any layout, or an error."""
 
-import json
 import os
 import shutil
 
@@ -9,10 +8,9 @@ import torch
 import torch.distributed as dist
 from crafted import save_gpt
 from ranks import make_context, run_ranks, torchrun_rank
-from safetensors.torch import load_file, save_file
 from sharding import random_model, small_config
 
-from lmscale.checkpoint import METADATA, CheckpointError, read_metadata
+from lmscale.checkpoint import CheckpointError
 from lmscale.checkpoint.hugging_face import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import GenerateTokenizer
@@ -118,53 +116,19 @@ def test_ranks_load_their_shards_and_all_raise_on_damage(tmp_path) -> None:
         assert len(found) > 100 and all(found)
 
 
-def change_metadata(path, change) -> None:
-    """Rewrite the metadata with a checksum that is right again: a mistake of a program, not of a disk."""
-    from lmscale.checkpoint import metadata as module
-
-    values = json.loads((path / METADATA).read_text())
-    values.pop("checksum")
-    change(values)
-    text = json.dumps({"checksum": module._checksum(values)} | values)
-    (path / METADATA).write_text(text)
-    read_metadata(path)
-
-
-def rename(values: dict) -> None:
-    values["model"]["num_layers"] = 3
-
-
-def narrow(values: dict) -> None:
-    values["model"]["max_position_embeddings"] = 12
-
-
-def forget(values: dict) -> None:
-    del values["tensors"]["model/transformer.final_norm.weight"]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (rename, "lacks model/transformer.layers.2.attention.output.bias, "),
-        (narrow, r"model/transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"),
-        (forget, "lacks model/transformer.final_norm.weight$"),
-        (lambda values: values["model"].update(norm_order="post"), "lacks model/transformer.embedding_norm.bias"),
-        (lambda values: values["model"].update(num_layers=1), "is of a model without model/transformer.layers.1.at"),
-        (lambda values: values["model"].update(num_layers=10**9), "`num_layers` must be at most its 28 tensors"),
-        (lambda values: values["model"].update(hidden_size=25), "has an invalid model"),
-    ],
-)
-def test_a_checkpoint_that_does_not_match_its_model_raises(tmp_path, change, message: str) -> None:
-    path = save_gpt(tmp_path, gpt())
-    change_metadata(path, change)
-    with pytest.raises(CheckpointError, match=message):
+def test_a_checkpoint_that_does_not_match_its_model_raises(tmp_path) -> None:
+    model = gpt()
+    model.config = small_config("gpt", max_position_embeddings=12)
+    path = save_gpt(tmp_path, model)
+    rule = r"model/transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"
+    with pytest.raises(CheckpointError, match=rule):
         load_model(path, PLAIN)
 
 
 def test_a_path_without_model_raises(tmp_path) -> None:
     (tmp_path / "file.bin").write_bytes(b"weights")
     (tmp_path / "empty").mkdir()
-    for name, message in (("none", "is not"), ("file.bin", "is a file"), ("empty", "not a checkpoint")):
+    for name, message in (("none", "does not exist"), ("file.bin", "is a file"), ("empty", "not a checkpoint")):
         with pytest.raises(CheckpointError, match=message):
             load_model(tmp_path / name, PLAIN)
 
@@ -175,15 +139,6 @@ def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -
     next(path.glob("*.safetensors")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="step_5.ckpt.*must have .* bytes, but has 0"):
         load_model(tmp_path, PLAIN)
-
-
-def test_a_published_model_with_a_missing_tensor_raises(tmp_path) -> None:
-    published = export_hugging_face(save_gpt(tmp_path / "ours", gpt()), tmp_path / "published")
-    tensors = load_file(published / "model.safetensors")
-    del tensors["transformer.h.1.mlp.c_fc.weight"]
-    save_file(tensors, published / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="lacks transformer.h.1.mlp.c_fc.weight"):
-        load_model(published, PLAIN)
 
 
 def test_the_model_is_described_without_its_weights(tmp_path) -> None:

@@ -87,13 +87,10 @@ def load_model(
     Communicates:
         all-gathers of short texts over all ranks.
     """
-    path = Path(path)
-    checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and is_hugging_face(path):
-        return _load_hugging_face(path, context, dtype, device)
-    if not path.exists():
-        raise CheckpointError(f"`ckpt` must be a checkpoint, a run folder or a Hugging Face folder, but {path} is not")
-    return _load_ours(checkpoint, context, dtype, device)
+    folder, is_published = _find(path)
+    if is_published:
+        return _load_hugging_face(folder, context, dtype, device)
+    return _load_ours(folder, context, dtype, device)
 
 
 def check_gpt(
@@ -139,15 +136,21 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata.
     """
-    if not Path(path).exists():
-        kinds = "a checkpoint, a run folder or a Hugging Face folder"
-        raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
-    checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and is_hugging_face(Path(path)):
+    checkpoint, is_published = _find(path)
+    if is_published:
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
     metadata = read_metadata(checkpoint)
     check_files(checkpoint, metadata)
     return config_of(checkpoint, metadata), checkpoint.parent / TOKENIZER_FOLDER
+
+
+def _find(path: str | Path) -> tuple[Path, bool]:
+    """Return the folder of the weights at `path`, and whether it is a Hugging Face model."""
+    if not Path(path).exists():
+        kinds = "a checkpoint, a run folder or a Hugging Face folder"
+        raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
+    folder = find_checkpoint(path)
+    return folder, not (folder / METADATA).is_file() and is_hugging_face(folder)
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
