@@ -21,12 +21,9 @@ def convert(values: dict) -> None:
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
     from lmscale.checkpoint import read_metadata
-    from lmscale.checkpoint.model_card import push_to_hub
     from lmscale.checkpoint.model_tensors import config_of
 
     print(f"wrote {written}")
-    if config.push_to_hub is not None:
-        print(f"uploaded: {push_to_hub(written, config.push_to_hub)}")
     if config.format == "hugging_face":
         print(f"load: {load_published(written)}")
     else:
@@ -46,7 +43,6 @@ def write(config: ConvertConfig) -> Path:
 
     from lmscale.checkpoint import METADATA
     from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
-    from lmscale.checkpoint.model_card import check_hub
     from lmscale.checkpoint.reshard import find_checkpoint, reshard
 
     source, target, tokenizer = config.source, config.target, config.tokenizer_path
@@ -59,16 +55,12 @@ def write(config: ConvertConfig) -> Path:
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {source}")
     if config.initialize_missing_heads and not is_published:
         raise ValueError("`initialize_missing_heads` must be false for a checkpoint of ours, but is true")
-    if config.push_to_hub is not None:
-        check_hub(config.push_to_hub)
     layout = config.tp_size, config.vocab_multiple, tokenizer
     if is_published:
         return import_hugging_face(source, target, *layout, config.initialize_missing_heads, config.seed)
     if config.format == "hugging_face":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
-        return export_hugging_face(
-            source, target, dtype, round(config.max_file_gb * 1e9), tokenizer, config.push_to_hub
-        )
+        return export_hugging_face(source, target, dtype, round(config.max_file_gb * 1e9), tokenizer)
     return reshard(source, target, *layout)
 
 
