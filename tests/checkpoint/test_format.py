@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from checkpoints import change_metadata
+from checkpoints import Trap, change_metadata
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -209,16 +209,6 @@ def test_a_flipped_byte_names_its_tensor(saved) -> None:
     assert find_damage(saved, read_metadata(saved), share=1, num_shares=2) is not None
 
 
-class _Evil:
-    """Unpickling this creates a file."""
-
-    def __init__(self, path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
 def test_a_folder_of_another_kind_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no metadata.json"):
         read_metadata(tmp_path)
@@ -236,7 +226,7 @@ def test_pickles_are_never_opened(tmp_path) -> None:
     """The `.metadata` of torch's distributed checkpoint, a byte entry of it, a `.ckpt` file, and all of them inside a
     directory that looks like one of ours."""
     trap = tmp_path / "trap"
-    payload = pickle.dumps(_Evil(trap))
+    payload = pickle.dumps(Trap(trap))
     dcp = tmp_path / "step_1.ckpt"
     dcp.mkdir()
     (dcp / ".metadata").write_bytes(payload)
