@@ -25,12 +25,6 @@ def test_the_validation_file_has_the_published_counts(shared_data) -> None:
     assert task.split == "validation" and len(task.tokens) == 236_892
 
 
-def test_the_other_vocabulary_of_the_same_articles_has_its_published_count(shared_data) -> None:
-    tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
-    path = str(shared_data / "wikitext" / "wikitext-2.wiki.valid.tokens")
-    assert len(read_task(WikiText103Config("wikitext103", path), tokenizer).tokens) == 243_597
-
-
 @pytest.mark.parametrize(
     "tokenized, written",
     [
