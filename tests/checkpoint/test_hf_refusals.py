@@ -7,7 +7,7 @@ import torch
 from checkpoints import BERT, GPT, Trap, edit_config, edit_tensors, family_config, save_random, save_theirs
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader
-from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import TransformerConfig
 
 

@@ -27,8 +27,8 @@ from sharding import random_batch
 from torch import Tensor
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.checkpoint.hf_files import HuggingFaceReader
-from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model

@@ -26,10 +26,11 @@ from checkpoints import (
 )
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, TensorEntry, find_damage, read_metadata, write_offline
-from lmscale.checkpoint import reshard as module
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
+from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.checkpoint.model_tensors import model_shapes
-from lmscale.checkpoint.reshard import find_checkpoint, reshard
+from lmscale.checkpoint.reshard import reshard
+from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
@@ -82,8 +83,8 @@ def test_a_run_folder_denotes_its_latest_checkpoint(tmp_path) -> None:
     config = family_config(GPT)
     for step in (9, 12):
         save_random(tmp_path / "run" / "checkpoints", config, step=step)
-    assert find_checkpoint(tmp_path / "run").name == "step_12.ckpt"
-    assert find_checkpoint(tmp_path / "run" / "checkpoints").name == "step_12.ckpt"
+    assert latest_checkpoint(tmp_path / "run").name == "step_12.ckpt"
+    assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_12.ckpt"
     assert reshard(tmp_path / "run", tmp_path / "new", 1).name == "step_12.ckpt"
 
 
@@ -188,7 +189,7 @@ def test_a_reader_compares_metadata_and_file_itself_when_nothing_has_been_verifi
 def test_the_head_of_a_finetuned_checkpoint_has_the_width_of_its_model(tmp_path, change, message) -> None:
     config = family_config(BERT)
     _, tensors = save_random(tmp_path / "source", config)
-    metadata = read_metadata(find_checkpoint(tmp_path / "source"))
+    metadata = read_metadata(latest_checkpoint(tmp_path / "source"))
     shapes = {"head.weight": (3, 24), "head.bias": (3,)}
     change(shapes)
     heads = {f"{kind}/{name}": torch.randn(shapes[name]) for kind in KINDS for name in shapes}
@@ -221,7 +222,7 @@ def test_padded_rows_that_are_not_zero_are_never_dropped(tmp_path, monkeypatch) 
     # As in a checkpoint with another vocabulary size.
     fuller = with_multiple(family_config(BERT, vocab_size=104), 1)
     source, _ = save_random(tmp_path / "source", fuller)
-    monkeypatch.setattr(module.TransformerConfig, "from_dict", lambda values: config)
+    monkeypatch.setattr(TransformerConfig, "from_dict", lambda values: config)
     with pytest.raises(CheckpointError, match="the rows of the padded vocabulary must be zero"):
         reshard(source, tmp_path / "target", 1, 1)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]

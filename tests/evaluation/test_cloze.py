@@ -11,7 +11,7 @@ from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation.cloze import predict_last_words

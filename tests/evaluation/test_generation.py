@@ -9,7 +9,7 @@ from sharding import random_model, small_config
 from torch import Tensor
 
 from lmscale.checkpoint import CheckpointReader
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
 from lmscale.evaluation.generation import Generator, in_batches

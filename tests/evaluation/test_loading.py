@@ -11,7 +11,7 @@ from ranks import make_context, run_ranks, torchrun_rank
 from sharding import random_model, small_config
 
 from lmscale.checkpoint import CheckpointError
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer

@@ -11,7 +11,7 @@ from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.perplexity import Perplexity, measure_losses
 from lmscale.evaluation.windows import Windows

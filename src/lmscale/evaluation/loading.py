@@ -26,10 +26,9 @@ from ..checkpoint import (
     read_metadata,
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
-from ..checkpoint.hugging_face import import_hugging_face
-from ..checkpoint.metadata import is_hugging_face
+from ..checkpoint.hf_conversion import import_hugging_face
+from ..checkpoint.metadata import is_hugging_face, latest_checkpoint
 from ..checkpoint.model_tensors import config_of
-from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
@@ -149,7 +148,7 @@ def _find(path: str | Path) -> tuple[Path, bool]:
     if not Path(path).exists():
         kinds = "a checkpoint, a run folder or a Hugging Face folder"
         raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
-    folder = find_checkpoint(path)
+    folder = latest_checkpoint(path)
     return folder, not (folder / METADATA).is_file() and is_hugging_face(folder)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import TOKENIZER_FOLDER
-from ..checkpoint.reshard import open_source
+from ..checkpoint.model_tensors import open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of

@@ -18,10 +18,9 @@ from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
 from .model_card import CARD, model_card
-from .model_tensors import Shape, list_names, model_shapes
+from .model_tensors import Shape, list_names, model_shapes, open_source
 from .offline import write_offline
 from .read import CheckpointReader
-from .reshard import open_source
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 
