@@ -21,12 +21,9 @@ def convert(values: dict) -> None:
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
     from lmscale.checkpoint import read_metadata
-    from lmscale.checkpoint.model_card import push_to_hub
     from lmscale.checkpoint.model_tensors import config_of
 
     print(f"wrote {written}")
-    if config.push_to_hub is not None:
-        print(f"uploaded: {push_to_hub(written, config.push_to_hub)}")
     if config.format == "hugging_face":
         print(f"load: {load_published(written)}")
     else:
@@ -45,30 +42,26 @@ def write(config: ConvertConfig) -> Path:
     import torch  # takes seconds: only after the cheap checks
 
     from lmscale.checkpoint import METADATA
-    from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
-    from lmscale.checkpoint.model_card import check_hub
-    from lmscale.checkpoint.reshard import find_checkpoint, reshard
+    from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
+    from lmscale.checkpoint.metadata import latest_checkpoint
+    from lmscale.checkpoint.reshard import reshard
 
     source, target, tokenizer = config.source, config.target, config.tokenizer_path
     if not Path(source).exists():
         kinds = "a checkpoint, a run folder or a Hugging Face folder"
         raise ValueError(f"`source` must be {kinds}, but {source} does not exist")
-    is_ours = (find_checkpoint(source) / METADATA).is_file()  # a run folder has a config.json too
+    is_ours = (latest_checkpoint(source) / METADATA).is_file()  # a run folder has a config.json too
     is_published = not is_ours and (Path(source) / "config.json").is_file()
     if is_published and config.format == "hugging_face":
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {source}")
     if config.initialize_missing_heads and not is_published:
         raise ValueError("`initialize_missing_heads` must be false for a checkpoint of ours, but is true")
-    if config.push_to_hub is not None:
-        check_hub(config.push_to_hub)
     layout = config.tp_size, config.vocab_multiple, tokenizer
     if is_published:
         return import_hugging_face(source, target, *layout, config.initialize_missing_heads, config.seed)
     if config.format == "hugging_face":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
-        return export_hugging_face(
-            source, target, dtype, round(config.max_file_gb * 1e9), tokenizer, config.push_to_hub
-        )
+        return export_hugging_face(source, target, dtype, round(config.max_file_gb * 1e9), tokenizer)
     return reshard(source, target, *layout)
 
 

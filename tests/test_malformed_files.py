@@ -37,9 +37,8 @@ from lmscale.checkpoint import (
 )
 from lmscale.checkpoint.hf_config import config_from_hf
 from lmscale.checkpoint.hf_files import HuggingFaceReader
-from lmscale.checkpoint.model_tensors import model_shapes
+from lmscale.checkpoint.model_tensors import model_shapes, open_source
 from lmscale.checkpoint.offline import write_offline
-from lmscale.checkpoint.reshard import open_source
 from lmscale.config import TransformerConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.config.finetune import TaskConfig

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,16 @@ FAMILIES = {
     BERT: {"family": "bert", "norm_order": "post"},
     MEGATRON_BERT: {"family": "bert", "norm_order": "pre"},
 }
+
+
+class Trap:
+    """Unpickling this creates a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.path,)
 
 
 def family_config(name: str, **changes) -> TransformerConfig:

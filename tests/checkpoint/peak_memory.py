@@ -1,6 +1,6 @@
-"""In a process of its own: the peak memory of each conversion of one model, above what a tiny one leaves behind.
+"""In a process of its own: the peak memory of each conversion and of loading a shard, above what a tiny one leaves.
 
-Prints JSON: {"export", "import", "reshard": bytes}.
+Prints JSON: {"export", "import", "reshard", "load": bytes}.
 """
 
 import json
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
-from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.checkpoint import CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
+from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
@@ -37,12 +37,21 @@ def save(folder: Path, config: TransformerConfig) -> Path:
     return write_offline(folder, metadata, 2, tensors)
 
 
+def load_shard(path: Path, config: TransformerConfig) -> None:
+    """Read what rank 0 of 2 holds."""
+    model = build_model(config, ParallelContext(0, 2), seed=None)
+    with CheckpointReader(path) as reader:
+        for name, param in model.named_parameters():
+            reader.read_into(f"model/{name}", param.data)
+
+
 def convert_all(folder: Path, config: TransformerConfig) -> dict[str, int]:
     source = save(folder / "ours", config)
     steps = {
         "export": lambda: export_hugging_face(source, folder / "published", max_file_bytes=10**8),
         "import": lambda: import_hugging_face(folder / "published", folder / "imported", 4, config.vocab_multiple),
         "reshard": lambda: reshard(source, folder / "resharded", 4),
+        "load": lambda: load_shard(next((folder / "resharded").glob("*.ckpt")), config),
     }
     peaks = {}
     for name, step in steps.items():

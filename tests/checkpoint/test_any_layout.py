@@ -1,9 +1,6 @@
-"""A run's weights and moments, saved and loaded at every pair of layouts: bitwise equal, with little memory."""
+"""A run's weights and moments, saved and loaded at every pair of layouts: bitwise equal."""
 
 import itertools
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +9,6 @@ import torch
 from runs import tiny_run
 
 from lmscale.checkpoint import (
-    CheckpointMetadata,
     CheckpointReader,
     CheckpointWriter,
     TensorEntry,
@@ -20,7 +16,6 @@ from lmscale.checkpoint import (
     find_damage,
     list_checkpoints,
     read_metadata,
-    write_offline,
 )
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
@@ -30,7 +25,7 @@ from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
-LAYOUTS = [(tp, dp) for tp in (1, 2, 4) for dp in (1, 2)] + [(3, 1)]  # 4 heads: at tp 3 two, two and only dummies
+LAYOUTS = [(1, 1), (2, 2), (4, 1), (3, 1)]  # 4 heads: at tp 3 two, two and only dummies
 _BUILDING = threading.Lock()  # building a model sets torch's default dtype, which is global
 
 
@@ -95,7 +90,7 @@ def save_at(path: Path, source: Path, tp_size: int, dp_size: int, dtype: torch.d
 
 
 def test_checkpoints_convert_bitwise_between_all_layouts(trained, tmp_path) -> None:
-    """Each of seven (tp, dp) to each of them, at tp 3 with dummy heads: weights, fp32 masters and both moments."""
+    """Each (tp, dp) to each of them, at tp 3 with dummy heads: weights, fp32 masters and both moments."""
     metadata = read_metadata(trained)
     dtype = torch.bfloat16 if metadata.run["precision"]["dtype"] == "bf16" else torch.float32
     with CheckpointReader(trained) as reader:
@@ -113,55 +108,3 @@ def test_checkpoints_convert_bitwise_between_all_layouts(trained, tmp_path) -> N
             assert reader.metadata.tensors.keys() == original.keys()
             for key, tensor in original.items():
                 assert torch.equal(reader.read(key), tensor), (key, first, second)
-
-
-_LOAD = """
-import json, sys
-from pathlib import Path
-import torch
-sys.path[:0] = json.loads(sys.argv[2])
-from lmscale.parallel import ParallelContext
-import test_any_layout, peak_memory
-
-path = Path(sys.argv[1])
-test_any_layout.load_at(path / "tiny" / "step_1.ckpt", ParallelContext(0, 2), torch.float32)  # imports, allocator
-Path("/proc/self/clear_refs").write_text("5")
-before = peak_memory.memory_bytes("VmRSS")
-optimizer = test_any_layout.load_at(path / "step_1.ckpt", ParallelContext(0, 2), torch.float32)
-print(json.dumps([peak_memory.memory_bytes("VmHWM") - before, sum(t.nbytes for t in optimizer.tensors().values())]))
-"""
-
-
-def save_large(folder: Path, config: TransformerConfig, tp_size: int) -> CheckpointMetadata:
-    """Weights and moments of a model, made up one tensor at a time."""
-    parameters = dict(build_model(config, ParallelContext(), seed=None, device="meta").named_parameters())
-    entries = {
-        f"{kind}/{name}": TensorEntry(p.shard.full_shape, torch.float32, p.shard.shard_dim)
-        for kind in ("exp_avg", "exp_avg_sq", "model")
-        for name, p in parameters.items()
-    }
-    counters = {"num_updates": 1, "num_skipped": 0, "skipped_in_a_row": 0, "loss_scale": None}
-    layout = {"tp_size": tp_size, "dp_size": 1}
-    metadata = CheckpointMetadata(1, layout, config.to_dict(), entries, {}, counters, {}, {})
-    tensors = ((key, torch.full(entry.shape, 0.02)) for key, entry in sorted(entries.items()))
-    write_offline(folder, metadata, tp_size, tensors)
-    return metadata
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
-@pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_loading_a_shard_needs_little_more_memory_than_the_shard(tmp_path, tp_size) -> None:
-    """Rank 0 of 2 reads its weights and moments from a checkpoint of `tp_size`: peak below 1.3 shards and a tensor."""
-    sizes = {"family": "gpt", "num_layers": 6, "hidden_size": 768, "num_attention_heads": 12}
-    sizes |= {"vocab_size": 8000, "max_position_embeddings": 512}
-    large = save_large(tmp_path, TransformerConfig(**sizes), tp_size)
-    save_large(tmp_path / "tiny", TransformerConfig(**(sizes | {"num_layers": 1, "hidden_size": 48})), tp_size)
-    tests = Path(__file__).parent
-    folders = [str(tests), str(tests.parent), str(tests.parent / "training")]
-    command = [sys.executable, "-c", _LOAD, str(tmp_path), json.dumps(folders)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
-    peak, shard = json.loads(done.stdout)
-    tensor = max(entry.num_bytes for entry in large.tensors.values())
-    print(f"peak {peak / 1e6:.0f} MB, shard {shard / 1e6:.0f} MB, largest tensor {tensor / 1e6:.0f} MB")
-    assert shard > 250e6 and peak < 1.3 * shard + tensor

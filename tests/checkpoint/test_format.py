@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from checkpoints import change_metadata
+from checkpoints import Trap, change_metadata
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -25,7 +25,7 @@ from lmscale.checkpoint import (
     tensor_file,
     write_offline,
 )
-from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter, is_shape
+from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
 
 
 def logical_tensors() -> dict[str, tuple[torch.Tensor, int | None]]:
@@ -50,18 +50,32 @@ def part_of(tensor: torch.Tensor, dim: int | None, rank: int, size: int) -> torc
     return tensor if dim is None else tensor.chunk(size, dim)[rank].contiguous()
 
 
-def save_at(folder, tp_size: int, dp_size: int, in_background: bool = False, token: str = "t") -> None:
-    """Save as `tp_size` x `dp_size` ranks, each in its own thread."""
+def begin(
+    folder,
+    tp_rank: int,
+    tp_size: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    in_background: bool = False,
+    token: str = "t",
+    timeout_s: float = 20,
+) -> CheckpointWriter:
+    """One rank's part of a save."""
     tensors = logical_tensors()
+    metadata = metadata_of(tensors)
+    writer = CheckpointWriter(token, dp_rank * tp_size + tp_rank, tp_size * dp_size, timeout_s)
+    mine = {key: part_of(t, dim, tp_rank, tp_size) for key, (t, dim) in tensors.items()}
+    share = divide_tensors(metadata.tensors, tp_rank, tp_size, dp_rank, dp_size)
+    writer.begin(folder / "step_5.ckpt", mine, metadata, share, in_background)
+    return writer
+
+
+def save_at(folder, tp_size: int, dp_size: int, in_background: bool = False) -> None:
+    """Save as `tp_size` x `dp_size` ranks, each in its own thread."""
     errors = []
 
     def one_rank(tp_rank: int, dp_rank: int) -> None:
-        writer = CheckpointWriter(token, dp_rank * tp_size + tp_rank, tp_size * dp_size, timeout_s=20)
-        mine = {key: part_of(t, dim, tp_rank, tp_size) for key, (t, dim) in tensors.items()}
-        metadata = metadata_of(tensors)
-        share = divide_tensors(metadata.tensors, tp_rank, tp_size, dp_rank, dp_size)
-        writer.begin(folder / "step_5.ckpt", mine, metadata, share, in_background)
-        errors.append(writer.finish())
+        errors.append(begin(folder, tp_rank, tp_size, dp_rank, dp_size, in_background).finish())
 
     threads = [threading.Thread(target=one_rank, args=(t, d)) for t in range(tp_size) for d in range(dp_size)]
     for thread in threads:
@@ -104,7 +118,7 @@ def test_a_tensor_out_of_order_of_another_shape_or_missing_raises(tmp_path) -> N
         file.write("a", torch.zeros(2))
 
 
-@pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("tp_size", "dp_size"), [(1, 3), (4, 2)])
 def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> None:
     save_at(tmp_path, tp_size, dp_size, in_background=dp_size == 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_5.ckpt"]
@@ -115,7 +129,9 @@ def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> N
             assert torch.equal(reader.read(key), tensor)
             for size in (2, 4):
                 for rank in range(size):
-                    assert torch.equal(reader.read(key, rank, size), part_of(tensor, dim, rank, size))
+                    shard = torch.empty_like(part_of(tensor, dim, rank, size))
+                    reader.read_into(key, shard, rank)
+                    assert torch.equal(shard, part_of(tensor, dim, rank, size))
             assert torch.equal(reader.read_rows(key, 1, 4), tensor[1:4])
             wide = torch.empty_like(part_of(tensor, dim, 1, 2), dtype=torch.float64)
             reader.read_into(key, wide, 1)
@@ -144,19 +160,18 @@ def test_ranks_write_equal_shares_and_every_tensor_once() -> None:
     assert len({share.file for share in shares.values()}) == 8
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_one_process_writes_the_same_checkpoint_tensor_by_tensor(tmp_path, tp_size) -> None:
+def test_one_process_writes_the_same_checkpoint_tensor_by_tensor(tmp_path) -> None:
     tensors = logical_tensors()
-    path = write_offline(tmp_path, metadata_of(tensors), tp_size, ((key, t) for key, (t, _) in tensors.items()))
+    path = write_offline(tmp_path, metadata_of(tensors), 2, ((key, t) for key, (t, _) in tensors.items()))
     assert find_damage(path, read_metadata(path)) is None
     with CheckpointReader(path) as reader:
         assert all(torch.equal(reader.read(key), tensor) for key, (tensor, _) in tensors.items())
     with pytest.raises(FileExistsError):
-        write_offline(tmp_path, metadata_of(tensors), tp_size, [])
+        write_offline(tmp_path, metadata_of(tensors), 2, [])
     with pytest.raises(ValueError, match="`tp_size` must divide exp_avg/rows"):
         write_offline(tmp_path / "x", metadata_of(tensors), 5, [])
     with pytest.raises(RuntimeError, match="never written"):
-        write_offline(tmp_path / "x", metadata_of(tensors), tp_size, [])
+        write_offline(tmp_path / "x", metadata_of(tensors), 2, [])
     assert list((tmp_path / "x").iterdir()) == []
 
 
@@ -194,16 +209,6 @@ def test_a_flipped_byte_names_its_tensor(saved) -> None:
     assert find_damage(saved, read_metadata(saved), share=1, num_shares=2) is not None
 
 
-class _Evil:
-    """Unpickling this creates a file."""
-
-    def __init__(self, path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
 def test_a_folder_of_another_kind_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no metadata.json"):
         read_metadata(tmp_path)
@@ -221,7 +226,7 @@ def test_pickles_are_never_opened(tmp_path) -> None:
     """The `.metadata` of torch's distributed checkpoint, a byte entry of it, a `.ckpt` file, and all of them inside a
     directory that looks like one of ours."""
     trap = tmp_path / "trap"
-    payload = pickle.dumps(_Evil(trap))
+    payload = pickle.dumps(Trap(trap))
     dcp = tmp_path / "step_1.ckpt"
     dcp.mkdir()
     (dcp / ".metadata").write_bytes(payload)
@@ -309,9 +314,6 @@ def test_metadata_nested_to_the_limit_of_recursion_raises(saved) -> None:
 
 
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeypatch) -> None:
-    tensors = {key: value for key, value in logical_tensors().items()}
-    metadata = metadata_of(tensors)
-    ranks = [CheckpointWriter("t", rank, 2, timeout_s=20) for rank in range(2)]
     original = TensorFileWriter.write
 
     def full(self, name, tensor):
@@ -320,11 +322,7 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeyp
         return original(self, name, tensor)
 
     monkeypatch.setattr(TensorFileWriter, "write", full)
-    for rank in (0, 1):
-        mine = {key: part_of(t, dim, rank, 2) for key, (t, dim) in tensors.items()}
-        ranks[rank].begin(
-            tmp_path / "step_5.ckpt", mine, metadata, divide_tensors(metadata.tensors, rank, 2), in_background=True
-        )
+    ranks = [begin(tmp_path, rank, 2, in_background=True) for rank in (0, 1)]
     assert "rank 1" in ranks[1].finish()
     assert ranks[0].finish() == "rank 1: [Errno 28] No space left on device"
     assert list(tmp_path.iterdir()) == []
@@ -345,17 +343,9 @@ def test_an_error_closes_the_unfinished_files(tmp_path) -> None:
 
 
 def test_parts_of_an_earlier_start_are_not_taken_for_those_of_this_one(tmp_path) -> None:
-    tensors = logical_tensors()
-    metadata = metadata_of(tensors)
-
-    def begin(token: str, rank: int) -> CheckpointWriter:
-        writer = CheckpointWriter(token, rank, 2, timeout_s=0.1)
-        mine = {key: part_of(t, dim, rank, 2) for key, (t, dim) in tensors.items()}
-        writer.begin(tmp_path / "step_5.ckpt", mine, metadata, divide_tensors(metadata.tensors, rank, 2))
-        return writer
-
-    assert begin("killed", 1).finish() is None
-    assert begin("new", 0).finish() == "rank 1 has not written its part within 0 s"
+    assert begin(tmp_path, 1, 2, token="killed").finish() is None
+    new = begin(tmp_path, 0, 2, token="new", timeout_s=0.1)
+    assert new.finish() == "rank 1 has not written its part within 0 s"
     assert list_checkpoints(tmp_path) == []
 
 
@@ -366,21 +356,3 @@ def test_a_tensor_longer_than_what_is_read_at_once_has_its_own_checksum(tmp_path
     monkeypatch.setattr(tensor_file, "_CHUNK", 96)
     with TensorFileReader(tmp_path / "file") as file:
         assert {key: file.checksum(key) for key in tensors} == written
-
-
-@pytest.mark.parametrize(
-    ("lengths", "possible"),
-    [((1,) * 64, True), ((1,) * 65, False), ((2**59 - 1,), True), ((2**59, 0), False), ((), True), ((-1,), False)],
-)
-def test_lengths_are_possible_if_torch_can_make_the_tensor(lengths, possible) -> None:
-    assert is_shape(lengths) is possible
-
-
-def test_a_rank_that_never_writes_is_named(tmp_path) -> None:
-    tensors = logical_tensors()
-    metadata = metadata_of(tensors)
-    writer = CheckpointWriter("t", 0, 2, timeout_s=0.1)
-    mine = {key: part_of(t, dim, 0, 2) for key, (t, dim) in tensors.items()}
-    writer.begin(tmp_path / "step_5.ckpt", mine, metadata, divide_tensors(metadata.tensors, 0, 2))
-    assert writer.finish() == "rank 1 has not written its part within 0 s"
-    assert list_checkpoints(tmp_path) == []

@@ -94,11 +94,6 @@ WRONG_VALUES = {
     "no ranks": ({"tp_size": 0}, "`tp_size` must be a whole number of at least 1, but is 0"),
     "no padding": ({"vocab_multiple": 0}, "`vocab_multiple` must be a whole number of at least 1, but is 0"),
     "an unknown format": ({"format": "onnx"}, "`format` must be one of lmscale, hugging_face, but is 'onnx'"),
-    "a folder to push to": (
-        {"format": "hugging_face", "push_to_hub": "here"},
-        "`push_to_hub` must be a repository, USER/NAME",
-    ),
-    "a push of ours": ({"push_to_hub": "me/gpt"}, "`push_to_hub` must be left alone with format=lmscale, but is"),
     "an unknown type": ({"dtype": "int8"}, "`dtype` must be one of fp32, bf16, fp16, but is 'int8'"),
     "a type that ours never has": ({"dtype": "bf16"}, "`dtype` must be left alone with format=lmscale"),
     "a key of ours": ({"format": "hugging_face", "tp_size": 2}, "`tp_size` must be left alone"),
@@ -119,10 +114,6 @@ def test_an_invalid_value_is_refused_before_torch_is_imported(mistake: str) -> N
 MISTAKES = {
     "a missing target": (["source=x"], "`target` must be given"),
     "an unknown key": (["tpsize=2", "target=target"], "`tpsize` is not a known key or group of the configuration"),
-    "a push without network": (
-        ["source=.", "target=target", "format=hugging_face", "push_to_hub=me/gpt"],
-        "`push_to_hub` must be null without a network and a login (hf auth login), but is me/gpt: ",
-    ),
     "no source": (["source=nowhere", "target=target"], "`source` must be a checkpoint, a run folder or"),
     "ranks that do not divide": (
         ["source=${published}", "target=target", "tp_size=3"],

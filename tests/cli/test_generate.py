@@ -246,7 +246,7 @@ def bert(tmp_path_factory) -> Path:
 MISTAKES = {
     "no checkpoint": ([], "`ckpt` must be given"),
     "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "`ckpt` must be a checkpoint, a run folder or"),
-    "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which generates from left to right, but"),
+    "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which predicts the next token, but"),
     "no tokenizer": (
         ["ckpt=${bare}", "prompt=a"],
         "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none is saved with",

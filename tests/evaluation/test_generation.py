@@ -9,7 +9,7 @@ from sharding import random_model, small_config
 from torch import Tensor
 
 from lmscale.checkpoint import CheckpointReader
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
 from lmscale.evaluation.generation import Generator, in_batches
@@ -83,11 +83,6 @@ def test_the_cache_equals_full_recomputation(norm_order: str, attention: str) ->
     assert worst < 1e-12
 
 
-def test_a_cache_is_on_its_device() -> None:
-    cache = KeyValueCache(small_config("gpt"), PLAIN, 2, 3, torch.float64, "meta")
-    assert {tensor.device.type for tensor in (*cache.keys, *cache.values, cache.lengths)} == {"meta"}
-
-
 def test_a_cache_never_exceeds_its_capacity() -> None:
     model = varied_model(longer(), PLAIN)
     with pytest.raises(ValueError, match=r"`capacity` must be at most `max_position_embeddings` \(24\), but is 25"):
@@ -97,9 +92,8 @@ def test_a_cache_never_exceeds_its_capacity() -> None:
         model.next_token_logits(torch.ones(1, 4, dtype=torch.int64), torch.tensor([4]), cache)
 
 
-@pytest.mark.parametrize("norm_order, attention", FORMS)
-def test_greedy_rows_equal_those_of_full_recomputation(norm_order: str, attention: str) -> None:
-    model = varied_model(longer(norm_order=norm_order, attention=attention), PLAIN)
+def test_greedy_rows_equal_those_of_full_recomputation() -> None:
+    model = varied_model(longer(), PLAIN)
     rows = lengthened(model, make_rows())
     for row in rows:
         ids = list(row.prompt.ids)

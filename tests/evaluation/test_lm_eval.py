@@ -15,7 +15,7 @@ import pytest
 import torch
 from crafted import save_gpt
 
-from lmscale.checkpoint.hugging_face import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer

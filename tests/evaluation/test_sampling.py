@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from collective_trace import CollectiveRecorder
 from ranks import make_context, run_ranks
 from torch import Tensor
 
@@ -96,34 +95,15 @@ def test_every_tensor_rank_chooses_the_same_token_as_one_rank(expected, tp_size:
     assert run_ranks(_choose_all, tp_size, tp_size) == [expected] * tp_size
 
 
-def _count_sent(rank: int) -> list[tuple[int, int]]:
-    context = make_context(2)
-    counts = []
-    logits = make_logits("smooth")[3:, rank * 512 : (rank + 1) * 512]
-    for sampling in (Sampling(0), Sampling(1.0), Sampling(1.0, top_k=9), Sampling(0.5, top_p=0.9)):
-        with CollectiveRecorder(context) as recorder:
-            choose_tokens(logits, sampling, *keys_and_positions(3), context)
-        sizes = [math.prod(collective.shape) for collective in recorder.collectives]
-        counts.append((len(sizes), max(sizes)))
-    return counts
-
-
-def test_no_rank_receives_all_logits() -> None:
-    # Two numbers from each rank a row; k a row and the numbers of ties; for top-p maxima, totals, 128 scores and ties.
-    assert run_ranks(_count_sent, 2) == [[(1, 12), (1, 12), (3, 54), (5, 768)]] * 2
-
-
 @pytest.mark.parametrize(
-    "sampling, kept",
+    "sampling, kept, over",
     [
-        (Sampling(1.0), [0, 1, 2, 3, 5]),
-        (Sampling(0.5), [0, 1, 2, 3, 5]),
-        (Sampling(1.0, top_k=3), [0, 1, 5]),
-        (Sampling(1.0, top_p=0.7), [0, 1]),
-        (Sampling(1.0, top_k=3, top_p=0.7), [0, 1]),
+        (Sampling(1.0), [0, 1, 2, 3, 5], "positions"),
+        (Sampling(0.5), [0, 1, 2, 3, 5], "samples"),
+        (Sampling(1.0, top_k=3), [0, 1, 5], "samples"),
+        (Sampling(1.0, top_p=0.7), [0, 1], "positions"),
     ],
 )
-@pytest.mark.parametrize("over", ["samples", "positions"])
 def test_frequencies_equal_the_probabilities(sampling: Sampling, kept: list[int], over: str) -> None:
     number = 60_000
     row = torch.tensor([2.0, 1.0, 0.0, -1.0, -math.inf, 0.5], dtype=torch.float64)
@@ -160,7 +140,7 @@ def test_seed_prompt_sample_and_position_each_change_the_noise() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("sampling", SETTINGS)
+@pytest.mark.parametrize("sampling", [SETTINGS[0], SETTINGS[-1]])
 def test_nan_scores_raise(bad: float, sampling: Sampling) -> None:
     logits = make_logits("smooth")
     logits[2, 17] = bad

@@ -1,13 +1,10 @@
 """SQuAD's scores against those of the official scripts for published predictions."""
 
 import json
-import math
-import warnings
 
 import pytest
 
-from lmscale.evaluation import squad
-from lmscale.evaluation.squad import AllNullWarning, all_null_alarm, best_null_threshold, f1, normalize_answer, score
+from lmscale.evaluation.squad import all_null_alarm, best_null_threshold, f1, normalize_answer, score
 
 OFFICIAL = {
     "v1.1-bert_ensemble": (86.13698630136986, 92.36836157555327),
@@ -32,9 +29,7 @@ def dataset(*questions: tuple[str, list[str]], version: str = "v2.0") -> dict:
 
 
 @pytest.mark.parametrize("name", OFFICIAL)
-@pytest.mark.parametrize("built_in", [sum, math.fsum], ids=["this Python's sum", "that of Python 3.12"])
-def test_published_predictions_get_their_official_scores_exactly(monkeypatch, shared_data, name, built_in) -> None:
-    monkeypatch.setattr(squad, "sum", built_in, raising=False)
+def test_published_predictions_get_their_official_scores_exactly(shared_data, name) -> None:
     scores = score(read(shared_data, f"dev-{name.split('-')[0]}"), read(shared_data, f"predictions-{name}"))
     assert (scores["exact_match"], scores["f1"]) == OFFICIAL[name]
     if name in PARTS:
@@ -43,6 +38,7 @@ def test_published_predictions_get_their_official_scores_exactly(monkeypatch, sh
         assert (scores["HasAns_total"], scores["NoAns_total"], scores["total"]) == (2910, 3168, 6078)
     else:
         assert not any(key.startswith(("HasAns", "NoAns")) for key in scores)
+    assert all_null_alarm(scores) is None
 
 
 def test_ids_without_prediction_score_0_and_are_counted(shared_data) -> None:
@@ -58,22 +54,13 @@ def test_answers_are_compared_without_case_punctuation_and_articles() -> None:
 def test_never_answering_warns_and_scores_the_percentage_of_unanswerable_questions(shared_data) -> None:
     questions = read(shared_data, "dev-v2.0")
     names = [qa["id"] for a in questions["data"] for p in a["paragraphs"] for qa in p["qas"]]
-    with pytest.warns(AllNullWarning, match="never answers"):
-        scores = score(questions, dict.fromkeys(names, ""))
+    scores = score(questions, dict.fromkeys(names, ""))
     assert scores["f1"] == scores["exact_match"] == pytest.approx(100 * 3168 / 6078)
-    assert all_null_alarm(scores) is not None
-
-
-def test_real_predictions_do_not_warn(shared_data) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        score(read(shared_data, "dev-v2.0"), read(shared_data, "predictions-v2.0-bert_single"))
-        score(dataset(("1", ["x"]), version="1.1"), {"1": ""})
+    assert "never answers" in all_null_alarm(scores)
 
 
 def test_the_empty_answer_is_right_only_for_unanswerable_questions_of_version_2() -> None:
-    with pytest.warns(AllNullWarning):
-        assert score(dataset(("1", []), ("2", ["x"])), {"1": "", "2": "y"})["f1"] == 50.0
+    assert score(dataset(("1", []), ("2", ["x"])), {"1": "", "2": "y"})["f1"] == 50.0
     assert score(dataset(("1", [".", "x"]), ("2", ["x"]), version="1.1"), {"1": "", "2": "x"})["f1"] == 50.0
 
 
@@ -88,10 +75,8 @@ def test_the_threshold_equals_that_of_a_search_over_all_values(shared_data) -> N
     best = best_null_threshold(questions, predictions, nulls)
 
     def at(threshold: float) -> float:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AllNullWarning)
-            chosen = {name: text if nulls[name] <= threshold else "" for name, text in predictions.items()}
-            return score(questions, chosen)["f1"]
+        chosen = {name: text if nulls[name] <= threshold else "" for name, text in predictions.items()}
+        return score(questions, chosen)["f1"]
 
     tried = {value: at(value) for value in {-float("inf"), *nulls.values()}}
     assert best.score == pytest.approx(max(tried.values()), abs=1e-9)
@@ -114,13 +99,3 @@ def test_the_threshold_equals_that_of_a_search_over_all_values(shared_data) -> N
 def test_invalid_predictions_and_datasets_raise(data, predictions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         score(data, predictions)
-
-
-def test_a_threshold_needs_every_question() -> None:
-    questions, said = dataset(("1", ["x"]), ("2", [])), {"1": "x", "2": "y"}
-    with pytest.raises(ValueError, match="lack '2'"):
-        best_null_threshold(questions, said, {"1": 0.0})
-    with pytest.raises(ValueError, match="`null_scores` must be a mapping by question id"):
-        best_null_threshold(questions, said, [0.0, 1.0])
-    with pytest.raises(ValueError, match="`null_scores` must be numbers, but that of '2' is nan"):
-        best_null_threshold(questions, said, {"1": 0.0, "2": float("nan")})

@@ -1,8 +1,6 @@
 """WikiText's detokenizer and counts, on the published validation file and on difficult texts."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import WikiText103Config
@@ -10,30 +8,6 @@ from lmscale.data.tokenizer import load_published_tokenizer
 from lmscale.evaluation.wikitext import count_words, detokenize
 from lmscale.evaluation.zero_shot_task import check_complete, read_task
 from lmscale.text.whole_file import read_text_file
-
-WIKI = " \n = Lobsters = \n \n The lobster is blue . \n"
-# Patterns of the rules, combined in every order.
-PIECES = [
-    "s '",
-    " 's",
-    "'",
-    '"',
-    " @-@ ",
-    " @,@ ",
-    " @.@ ",
-    " , ",
-    " . ",
-    "(",
-    ")",
-    "[ ",
-    " ]",
-    "{",
-    "}",
-    "= ",
-    " =",
-    " ",
-]
-PIECES += ["\n", " \n", " N ", " ° ", " ; ", " : ", " ! ", " ? ", "word", "5", "<unk>", "\u00a0", "é", "\\1", "\\"]
 
 
 def test_the_validation_file_has_the_published_counts(shared_data) -> None:
@@ -49,25 +23,6 @@ def test_the_validation_file_has_the_published_counts(shared_data) -> None:
         "stride": 32,
     }
     assert task.split == "validation" and len(task.tokens) == 236_892
-
-
-def test_the_other_vocabulary_of_the_same_articles_has_its_published_count(shared_data) -> None:
-    tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
-    path = str(shared_data / "wikitext" / "wikitext-2.wiki.valid.tokens")
-    assert len(read_task(WikiText103Config("wikitext103", path), tokenizer).tokens) == 243_597
-
-
-def test_the_validation_file_is_restored_exactly(shared_data) -> None:
-    text = read_text_file(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens", "task.path").text
-    detokenized = detokenize(text)
-    assert len(detokenized.text) < 0.97 * len(text)
-    assert detokenized.restore() == text
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
-def test_any_text_is_restored_exactly(text: str) -> None:
-    assert detokenize(text).restore() == text
 
 
 @pytest.mark.parametrize(
@@ -86,7 +41,7 @@ def test_any_text_is_restored_exactly(text: str) -> None:
     ],
 )
 def test_artifacts_are_removed(tokenized: str, written: str) -> None:
-    assert detokenize(tokenized).text == written
+    assert detokenize(tokenized) == written
 
 
 def test_words_are_separated_by_single_spaces() -> None:
@@ -98,9 +53,6 @@ def test_words_are_separated_by_single_spaces() -> None:
     [
         (b"", "must be a file with text, but .* is empty"),
         (b" \n \n", "must be a file with text, but .* is empty"),
-        (b"good line\nl\xe9tat\n", "must be UTF-8, but .*, line 2 has the byte 0xe9"),
-        ("words\n".encode("utf-16"), "begins with UTF-16's byte-order mark"),
-        ("words\n".encode("utf-16-le"), "line 1 has a zero byte"),
         (b"one\ntwo\rthree\n", "must have LF or CR LF line ends, but .*, line 2 has a lone CR"),
         (b"one\ntwo and a ha", "must end with a line end, but .*, line 2 is cut off"),
     ],
@@ -110,15 +62,3 @@ def test_a_file_that_would_change_the_counts_raises(tmp_path, data: bytes, messa
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"`task.path`.*{message}"):
         check_complete(read_text_file(path, "task.path"))
-
-
-def test_a_byte_order_mark_and_crlf_do_not_change_the_counts(tmp_path) -> None:
-    for name, data in (("a.tokens", WIKI.encode()), ("b.tokens", ("\ufeff" + WIKI).replace("\n", "\r\n").encode())):
-        (tmp_path / name).write_bytes(data)
-    texts = [read_text_file(tmp_path / name, "task.path").text for name in ("a.tokens", "b.tokens")]
-    assert texts[0] == texts[1] == WIKI
-
-
-def test_a_missing_file_raises(tmp_path) -> None:
-    with pytest.raises(ValueError, match="must be a file that can be read, but .*: No such file"):
-        read_text_file(tmp_path / "none.tokens", "task.path")

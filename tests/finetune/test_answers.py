@@ -1,17 +1,17 @@
 """Answers against a search over every span of every window."""
 
 import json
-import random
 
 import numpy as np
 import pytest
 from finetuning import make_task, make_tokenizer, write_task
 
-from lmscale.evaluation.squad import score
 from lmscale.finetune.answers import decode_answers
 from lmscale.finetune.features import load_features
 from lmscale.finetune.preparing import prepare_features
 from lmscale.finetune.scoring import predict_sets
+from lmscale.finetune.tasks.pair_tables import score_qqp
+from lmscale.finetune.tasks.race import score_race
 
 
 @pytest.fixture(scope="module")
@@ -107,84 +107,6 @@ def test_the_development_sets_threshold_is_used_for_the_other_sets(features) -> 
         predict_sets(make_task("squad_v2"), {"held": features}, {"held": others}, [])
 
 
-STRATA = {
-    "latin": [chr(c) for c in range(0x41, 0x250) if chr(c).isalpha()],
-    "letters": list("αβγδжщюאבגדابتكगमकनതமကក"),
-    "composed": list("éåñçкйεώがぎぱ각한글뷁ﬁǅ"),  # some decompose into several tokens
-    "cjk": [chr(c) for c in range(0x4E00, 0x4F00)] + list("𠀀𠀁𪜀"),
-    "emoji": list("😀🎉👩🚀❤☀🏳🇩🏽"),
-    "punctuation": list(".,;:!?-–—«»“”'()[]/%"),
-    "marks": [chr(c) for c in range(0x300, 0x370)] + list("\u0941\u0947\u0902\u05b8\u064b\u3099\ufe0f\u20dd"),
-    "spacing marks": list("\u093e\u0940\u0bbe\u102c\u0d3e"),  # not U+302E, which decomposition moves before others
-    "format": list("\u00ad\u061c\u200b\u200c\u200d\u200e\u200f\u202a\u202e\u2060\ufeff\U000e0067"),
-    "control": [chr(c) for c in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160), 0xE000, 0xFFFD, 0x378)],
-}
-SPACES = [" ", "  ", "\n", "\t", "\r\n", "\u00a0", "\u2003", "\u2028", "\u3000"]
-
-
-def encoder(lowercase: bool):
-    """A WordPiece in which every character that its normalizer keeps is a token."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import models, normalizers, pre_tokenizers
-
-    from lmscale.data.tokenizer import Tokenizer
-
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    letters = sorted({x for group in STRATA.values() for c in group for x in normalizer.normalize_str(c).strip()})
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "q", *letters, *(f"##{x}" for x in letters)]
-    inner = Inner(models.WordPiece({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="[UNK]"))
-    inner.normalizer, inner.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
-    return Tokenizer(inner)
-
-
-def random_context(generator: random.Random, normalizer) -> tuple[str, list[tuple[int, int]]]:
-    """A text, and the first and last character (excluded) of each part: one kept character, the dropped ones that
-    follow it, and at the start of a word those before it."""
-    kinds = generator.sample(list(STRATA), generator.randint(2, len(STRATA)))
-    text, parts, word, has_base = "", [], 0, False
-    for _ in range(generator.randint(2, 40)):
-        if generator.random() < 0.25:
-            text += generator.choice(SPACES)
-            word, has_base = len(text), False
-        character = generator.choice(STRATA[generator.choice(kinds)])
-        if normalizer.normalize_str(character).strip():
-            parts.append([len(text) if has_base else word, 0])
-            has_base = True
-        text += character
-        if has_base:
-            parts[-1][1] = len(text)
-    return text, [tuple(part) for part in parts]
-
-
-@pytest.mark.parametrize("lowercase", [True, False], ids=["uncased", "cased"])
-def test_perfect_logits_give_every_answer_of_whole_tokens_in_any_script(lowercase: bool, tmp_path) -> None:
-    generator, tokenizer, paragraphs, dropped = random.Random(5), encoder(lowercase), [], 0
-    for number in range(600):
-        context, parts = random_context(generator, tokenizer.inner.normalizer)
-        if not parts:
-            continue
-        first = generator.randrange(len(parts))
-        last = min(len(parts) - 1, first + generator.randrange(8))
-        begin, end = parts[first][0], parts[last][1]
-        answer = {"text": context[begin:end], "answer_start": begin}
-        dropped += any(not tokenizer.inner.normalizer.normalize_str(c) for c in answer["text"])
-        paragraphs.append({"context": context, "qas": [{"id": str(number), "question": "q", "answers": [answer]}]})
-    data = {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]}
-    (tmp_path / "gold.json").write_text(json.dumps(data), encoding="utf-8")
-    # Windows overlap by more than twice the longest answer, which is 8 parts of up to 3 tokens.
-    task = make_task("squad_v1", max_seq_length=96, doc_stride=32, max_query_length=4, max_answer_length=24)
-    found = load_features(prepare_features(task, str(tmp_path / "gold.json"), tokenizer, tmp_path / "cache"))
-    logits = random_logits(found)
-    for row, (first, last) in zip(logits, found.labels, strict=True):
-        row[0, first] += 20.0
-        row[1, last] += 20.0
-    answers = {name: found.text for name, found in decode_answers(found, logits, 5, 24).items()}
-    gold = {qa["id"]: qa["answers"][0]["text"] for p in paragraphs for qa in p["qas"]}
-    assert len(gold) > 550 and dropped > 200
-    assert {name: (gold[name], answers[name]) for name in gold if gold[name] != answers[name]} == {}
-    assert score(data, answers)["exact_match"] == 100.0
-
-
 def test_dropped_characters_belong_to_the_token_that_they_touch(tmp_path) -> None:
     """As in google-research/bert's final text: a word keeps its dropped characters, and no other word's."""
     tokenizer = make_tokenizer()
@@ -202,3 +124,12 @@ def test_dropped_characters_belong_to_the_token_that_they_touch(tmp_path) -> Non
     for window, (context, expected) in enumerate(contexts.items()):
         offsets = found.offsets[found.starts[window] : found.starts[window + 1]]
         assert [context[begin:end] for begin, end in offsets if begin >= 0] == expected
+
+
+def test_scores_of_classes_count_by_hand() -> None:
+    chosen, labels = [1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]
+    assert score_qqp(chosen, labels, {}) == pytest.approx({"accuracy": 100 * 4 / 7, "f1": 100 * 2 * 2 / 7})
+    assert score_qqp([0], [0], {})["f1"] == 0.0  # no question is a duplicate
+    groups = ["middle", "high", "high", "middle", "middle", "high", "high"]
+    expected = {"accuracy": 100 * 4 / 7, "accuracy_middle": 100 * 2 / 3, "accuracy_high": 50.0}
+    assert score_race(chosen, labels, {"groups": groups}) == pytest.approx(expected)

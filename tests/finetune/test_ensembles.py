@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from finetune_runs import make_checkpoint, make_run, run_here
+from finetune_runs import make_checkpoint, make_run, read_record, run_here
 
 from lmscale.finetune.answers import decode_answers
 from lmscale.finetune.ensembling import ensemble
@@ -16,11 +16,11 @@ from lmscale.finetune.protocol import read_settings
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory) -> dict[str, list[Path]]:
-    """Three runs of a task of each kind, with different seeds."""
+    """Two runs of a task of each kind, with different seeds."""
     folder = tmp_path_factory.mktemp("members")
     ckpt, made = make_checkpoint(folder / "ckpt"), {}
     for name in ("qqp", "race", "squad_v1"):
-        runs = [make_run(name, folder, ckpt, run=f"{name}/{seed}", seed=seed) for seed in (1, 2, 3)]
+        runs = [make_run(name, folder, ckpt, run=f"{name}/{seed}", seed=seed) for seed in (1, 2)]
         for run in runs:
             assert run_here(run) == 0
         made[name] = [Path(run.run_dir) for run in runs]
@@ -48,14 +48,6 @@ def test_spans_have_the_mean_of_the_logits(members, tmp_path) -> None:
     expected = decode_answers(outputs[0].features, mean, 5, 8)
     written = json.loads((tmp_path / "dev/predictions.json").read_text())
     assert written == {name: found.text for name, found in expected.items()}
-
-
-def test_an_ensemble_of_equal_members_equals_the_member(members, tmp_path) -> None:
-    twin = tmp_path / "twin"
-    shutil.copytree(members["squad_v1"][0], twin)
-    ensemble([members["squad_v1"][0], twin], tmp_path / "out")
-    alone = (twin / "predictions/dev/predictions.json").read_text()
-    assert (tmp_path / "out/dev/predictions.json").read_text() == alone
 
 
 def changed(members, tmp_path, name: str, change) -> list[Path]:
@@ -94,24 +86,34 @@ def rename_a_question(values: dict) -> None:
 @pytest.mark.parametrize(
     "name, change, message",
     [
-        ("qqp", edit_json(IDS, lambda v: v["ids"].__setitem__(3, "x")), "must have the ids of .*'x' in place 3"),
-        ("qqp", edit_json(IDS, lambda v: v["ids"].pop()), r"\(9 ids\), but has 8 ids"),
-        ("squad_v1", edit_json(IDS, lambda v: v["ids"].reverse()), "must have the ids"),
+        ("qqp", edit_json(IDS, lambda v: v["ids"].__setitem__(3, "x")), "must have the ids of .*, but has .*'x'"),
+        ("qqp", edit_json(IDS, lambda v: v["ids"].pop()), "must have the number of ids of .*, 9, but has 8"),
         ("race", edit_array("features/labels.npy", lambda a: a.__setitem__(0, (a[0] + 1) % 4)), "must have the labels"),
-        ("squad_v1", edit_array("features/offsets.npy", lambda a: a.__setitem__((5, 0), 99)), "must have the windows"),
-        ("race", edit_json("task.json", lambda v: v.__setitem__("name", "mnli")), "must be of the task"),
-        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others with the same ids"),
+        (
+            "squad_v1",
+            edit_array("features/offsets.npy", lambda a: a.__setitem__((5, 0), 99)),
+            "must have the labels and windows",
+        ),
+        (
+            "race",
+            edit_json("task.json", lambda v: v.__setitem__("name", "mnli")),
+            "must have the task of .*, race, but has mnli",
+        ),
+        ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others"),
         (
             "squad_v1",
             edit_json("task.json", lambda v: v.__setitem__("num_best", 1)),
             "`task.num_best` of .*5, but has 1",
         ),
-        ("qqp", edit_json("task.json", lambda v: v.__setitem__("validation", {})), "validation sets .* but has none"),
+        (
+            "qqp",
+            edit_json("task.json", lambda v: v.__setitem__("validation", {})),
+            r"validation sets .*, \['dev'\], but has \[\]",
+        ),
         ("qqp", lambda f: np.save(f / "logits.npy", np.zeros((8, 2))), r"must be of shape \(9,\), but is of \(8,\)"),
         ("squad_v1", lambda f: np.save(f / "logits.npy", np.zeros((2, 5))), r"must be of shape \(2, \d+\), but"),
         ("race", lambda folder: (folder / "logits.npy").write_bytes(b""), "must hold the outputs of a finetuning"),
         ("race", lambda folder: (folder / IDS).write_text("[1]"), "must hold the outputs of a finetuning"),
-        ("race", lambda folder: (folder / "logits.npy").unlink(), "must hold the outputs of a finetuning"),
         ("race", lambda folder: folder.rename(folder.with_name("other")), "must have the sets of .*dev, but has other"),
     ],
 )
@@ -131,14 +133,13 @@ def test_an_ensemble_needs_two_completed_runs(members, tmp_path) -> None:
 
 def test_an_ensemble_that_never_answers_warns(tmp_path_factory, tmp_path) -> None:
     folder = tmp_path_factory.mktemp("nulls")
-    ckpt, runs = make_checkpoint(folder / "ckpt"), []
-    for seed in (1, 2):  # "no answer" wins where it is at most 9 below the best answer: always, here
-        run = make_run("squad_v2", folder, ckpt, run=str(seed), seed=seed, task__null_threshold=-9.0)
-        assert run_here(run) == 0
-        runs.append(Path(run.run_dir))
-        (alarm,) = json.loads((runs[-1] / "record.json").read_text())["config"]["sets"]["dev"]["alarms"]
-        assert "never answers" in alarm
-    _, alarms = ensemble(runs, tmp_path)
+    # "No answer" wins where it is at most 9 below the best answer: always, here.
+    run = make_run("squad_v2", folder, make_checkpoint(folder / "ckpt"), task__null_threshold=-9.0)
+    assert run_here(run) == 0
+    (alarm,) = read_record(run)["config"]["sets"]["dev"]["alarms"]
+    assert "never answers" in alarm
+    twin = shutil.copytree(run.run_dir, folder / "twin")
+    _, alarms = ensemble([Path(run.run_dir), twin], tmp_path)
     assert len(alarms) == 1 and "never answers" in alarms[0]
 
 
@@ -207,4 +208,4 @@ def test_other_records_are_ignored_and_broken_ones_named(tmp_path) -> None:
 
 def test_records_of_real_runs_are_one_setting(members) -> None:
     (setting,) = read_settings(members["race"][0].parent)
-    assert len(setting.scores) == 3 and setting.differing == {}
+    assert len(setting.scores) == 2 and setting.differing == {}

@@ -147,12 +147,3 @@ def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     place.write_text(place.read_text() + "99\t0\t0\ta\tb\t1\n")
     assert len(load_features(prepare_features(make_task("qqp"), str(place), tokenizer, cache))) == 6
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
-
-
-def test_notes_on_skipped_rows_are_stored_with_the_features(tmp_path) -> None:
-    place = write_task(tmp_path, "qqp", 5)
-    place.write_text(place.read_text() + "99\t0\t0\t\tb\t1\n")
-    for _ in range(2):  # read, then from the cache
-        found = load_features(prepare_features(make_task("qqp"), str(place), make_tokenizer(), tmp_path / "cache"))
-        assert len(found.notes) == 1 and "line 7" in found.notes[0]
-        assert found.first(2).notes == found.notes

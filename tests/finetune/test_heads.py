@@ -119,16 +119,6 @@ def test_two_tensor_ranks_match_one() -> None:
             assert dim is not None or torch.equal(parts[0], parts[1]), (case, name)
 
 
-def test_the_dropout_of_the_head_is_independent_of_the_layers() -> None:
-    model = build(small("pre"), HeadKind.CLASSIFICATION, head_dropout=0.5).train()
-    tokens, types, mask, _ = batch(HeadKind.CLASSIFICATION)
-    keys = sample_dropout_keys(5, torch.arange(8))
-    first, again = model(tokens, types, mask, keys), model(tokens, types, mask, keys)
-    assert torch.equal(first, again)
-    assert not torch.equal(first, model(tokens, types, mask, keys + 1))
-    assert not torch.equal(first, model.eval()(tokens, types, mask))
-
-
 def test_the_dropout_of_the_head_has_the_site_after_those_of_all_layers() -> None:
     model = build(small("pre"), HeadKind.CLASSIFICATION, head_dropout=0.5).train()
     tokens, types, mask, _ = batch(HeadKind.CLASSIFICATION)
@@ -161,13 +151,6 @@ def test_the_mask_of_attention_dropout_counts_rows_by_the_longest_sequence() -> 
     probabilities = torch.softmax(q @ k.mT / 8**0.5, dim=-1)
     expected = torch.where(whole[:, :, :7], probabilities / 0.6, 0.0) @ v
     torch.testing.assert_close(layer.attention._exact_core(q, k, v, None, keys), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_every_parameter_of_a_span_model_gets_a_gradient() -> None:
-    for kind in KINDS:
-        _, shards = losses_and_gradients(0, kind, "post", 1)
-        assert all(gradient is not None for gradient, _ in shards.values())
-        assert any(name.startswith("pooler") for name in shards) is (kind is not HeadKind.SPAN)
 
 
 def test_head_and_new_pooler_are_initialized_independently() -> None:

@@ -34,7 +34,7 @@ def test_a_model_may_have_more_ids_than_its_own_tokenizer(tmp_path, vocab_size: 
     if fits_alone:
         prepare_job(run)
     else:
-        with pytest.raises(ValueError, match=f"must be the one the checkpoint was trained with, of {vocab_size} ids"):
+        with pytest.raises(ValueError, match=f"must be that of the checkpoint, whose model has {vocab_size} ids"):
             prepare_job(run)
 
 
@@ -59,7 +59,7 @@ def test_lengths_of_squad_that_do_not_fit_are_named_at_once(tmp_path) -> None:
 
 
 def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="must be the one the checkpoint was trained with, of 20 ids"):
+    with pytest.raises(ValueError, match="must be that of the checkpoint, whose model has 20 ids"):
         prepare_job(make_run("qqp", tmp_path, make_checkpoint(tmp_path / "ckpt", vocab_size=20)))
 
 
@@ -73,7 +73,7 @@ def test_settings_beside_a_vocabulary_come_along_into_the_run_folder(tmp_path) -
     (cased / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": False}))
     prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=str(uncased / "vocab.txt")))
     run = make_run("qqp", tmp_path, ckpt, tokenizer__path=str(cased / "vocab.txt"))
-    with pytest.raises(ValueError, match="`tokenizer.path` must be the checkpoint's tokenizer"):
+    with pytest.raises(ValueError, match="`tokenizer.path` must be that of the checkpoint"):
         prepare_job(run)
     (ckpt / "tokenizer").rename(tmp_path / "moved")
     job = prepare_job(run)

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-from finetuning import make_task, write_task
 
 from lmscale.config.finetune import TaskConfig
 from lmscale.finetune.examples import PairExample
@@ -58,13 +57,12 @@ def test_a_number_that_names_one_label_and_indexes_another_raises(tmp_path) -> N
     [
         (
             {"n": 1, "text": "a", "class": "ugly"},
-            "`class` must be one of bad, good, or a number from -1 (not known) to 1",
+            "`class` must be one of bad, good, 0, 1, -1, but is 'ugly'",
         ),
-        ({"n": 1, "text": "a", "class": 2}, "must be one of bad, good"),
         ({"n": 1, "text": "a", "class": True}, "must be one of bad, good"),
         ({"n": 1, "text": " ", "class": 1}, "texts must not be empty"),
         ({"n": 1, "text": ["a"], "class": 1}, "texts must not be empty"),
-        ({"n": 1, "class": 1}, "must have n, text, but lacks text"),
+        ({"n": 1, "class": 1}, "must have the columns n, text, but lacks text"),
     ],
 )
 def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> None:
@@ -81,17 +79,9 @@ def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> 
         ({"name": "qqp"}, "`columns` and `labels` must be null for qqp"),
         ({"name": "a/b"}, "`name` must be of small letters, digits and underscores, but is 'a/b'"),
         ({"columns": {"first": "text"}}, "`columns` must be given for id, first, second, label, but are for first"),
-        ({"columns": {"id": 1, "first": "t", "second": None, "label": "c"}}, "`columns` must be names, each once"),
-        (
-            {"columns": {"id": None, "first": None, "second": "t", "label": "c"}},
-            "`columns.first` must be a column's name",
-        ),
         ({"labels": ["one"]}, "`labels` must be at least two texts"),
         ({"labels": ["one", "one"]}, "`labels` must be at least two texts"),
-        ({"labels": [0, 1]}, "`labels` must be at least two texts"),
-        ({"labels": ["a\tb", "c"]}, "`labels` must be at least two texts, each once on one line without tabs"),
         ({"labels": ["a\u2028b", "c"]}, "`labels` must be at least two texts, each once on one line"),
-        ({"labels": ["\ud83d", "c"]}, "`labels` must be at least two texts, each once on one line"),
         ({"validation": {2024: "dev.tsv"}}, "`validation` and `test` must be paths by name, but hold 2024"),
         ({"validation": {"../dev": "dev.tsv"}}, "`validation` and `test` must be paths by name, but hold '../dev'"),
         ({"hub_name": None, "validation": {"dev": "hub:dev"}}, "`hub_name` must be given for hub:dev, but is null"),
@@ -123,17 +113,6 @@ def test_an_id_that_is_not_one_line_of_a_predictions_file_raises(tmp_path, value
     str(caught.value).encode()  # can be printed
 
 
-def test_ids_of_the_benchmarks_tables_follow_the_same_rule(tmp_path) -> None:
-    path = tmp_path / "rows.tsv"
-    for name, header, row in (
-        ("mnli", "index\tsentence1\tsentence2", "a\x85b\tx\ty"),
-        ("qqp", "id\tquestion1\tquestion2", "a\rb\tx\ty"),
-    ):
-        path.write_bytes(f"{header}\n{row}\n".encode())
-        with pytest.raises(ValueError, match="line 2: `(index|id)` must be a whole number or one line of Unicode text"):
-            read_examples(make_task(name), str(path))
-
-
 @pytest.mark.parametrize("form", ["tsv", "jsonl"])
 def test_a_blank_line_between_rows_is_a_row(tmp_path, form: str) -> None:
     """A row without text in a table of one column; a prediction file would otherwise number the rest differently."""
@@ -149,18 +128,6 @@ def test_a_blank_line_between_rows_is_a_row(tmp_path, form: str) -> None:
     path.write_bytes("\r\n".join([*rows[:-2], rows[-1], "", "", ""]).encode())  # at the end it is none
     examples, report = read_examples(task, str(path))
     assert [e.id for e in examples] == ["0", "1"] and report.notes() == []
-
-
-def test_blank_lines_between_rows_of_the_benchmarks_are_refused_or_counted(tmp_path) -> None:
-    for name in ("mnli", "qqp"):
-        path = write_task(tmp_path, name, 3)
-        lines = path.read_text(encoding="utf-8").split("\n")
-        path.write_text("\n".join([*lines[:2], "", *lines[2:]]), encoding="utf-8")
-        if name == "qqp":
-            assert read_examples(make_task(name), str(path))[1].skipped == {"not 6 columns": ["line 3"]}
-        else:
-            with pytest.raises(ValueError, match="line 3: a row must have 12 columns, but has 1"):
-                read_examples(make_task(name), str(path))
 
 
 @pytest.mark.parametrize(
@@ -188,12 +155,6 @@ def test_a_column_that_a_table_has_twice_raises(tmp_path) -> None:
     path.write_text("n\ttext\ttext\tclass\n1\ta\tb\tbad\n")
     with pytest.raises(ValueError, match="rows.tsv must have columns of different names, but has 'text' twice"):
         read_examples(own_task(), str(path))
-
-
-def test_a_text_with_half_a_surrogate_pair_raises(tmp_path) -> None:
-    place = write_rows(tmp_path / "rows.jsonl", [{"n": 1, "text": "a\ud83d", "class": 0}])
-    with pytest.raises(ValueError, match="line 1: texts must not be empty, of another type or invalid Unicode"):
-        read_examples(own_task(), place)
 
 
 def test_only_line_feeds_end_a_row(tmp_path) -> None:

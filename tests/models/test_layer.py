@@ -138,8 +138,7 @@ def test_exact_attention_of_half_types_keeps_its_probabilities_in_fp32_for_the_b
     assert (found[0] - found[1]).norm() < 2 * torch.finfo(dtype).eps * found[1].norm()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "exact"])
-@pytest.mark.parametrize("norm_order", NORM_ORDERS)
+@pytest.mark.parametrize("attention, norm_order", [("sdpa", "pre"), ("exact", "post")])
 def test_later_tokens_do_not_influence_earlier_ones_in_gpt(attention: str, norm_order: str) -> None:
     config = small_config("gpt", attention=attention, norm_order=norm_order)
     model = random_model(config, ONE)
@@ -219,8 +218,7 @@ def test_layers_and_embeddings_are_compiled_with_the_options_of_the_layout(monke
     assert len(calls[0]["options"]) > len(compiler_options(ONE, on_gpu=False))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "exact"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("attention, recompute", [("sdpa", "none"), ("exact", "full")])
 def test_one_graph_serves_all_layers_with_dropout_too(attention: str, recompute: str) -> None:
     """Twelve layers exceed the number of graphs that torch.compile makes of one function."""
     torch.compiler.reset()  # graphs of other tests count too

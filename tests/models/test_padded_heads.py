@@ -84,7 +84,6 @@ def test_initial_shards_are_slices_of_the_whole_and_zeros(tp_size: int, heads: i
 
 # type, of the moments, ZeRO stage 1, sequence parallelism, backend of torch.compile
 VARIANTS = [
-    ("fp64", "fp32", False, False, None),
     pytest.param(("fp32", "fp32", False, True, "aot_eager"), marks=pytest.mark.slow),
     ("fp16", "fp32", True, False, None),
     ("bf16", "bf16", True, True, None),

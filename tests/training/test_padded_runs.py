@@ -9,7 +9,7 @@ from ranks import make_context, run_ranks
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
-from lmscale.checkpoint.hugging_face import export_hugging_face, import_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import Layout
 from lmscale.config.pretrain import RunConfig
 from lmscale.evaluation.loading import load_model

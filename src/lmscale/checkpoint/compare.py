@@ -10,7 +10,7 @@ all scores of a query, which softmax ignores.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,6 @@ _log = logging.getLogger(__name__)
 BOUND = 1e-9
 _SEQUENCE = 64  # tokens that go through the layers
 _CHUNK_ROWS = 1024  # of the vocabulary at a time, at least
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The largest difference found, relative to the largest value of that part's output, and where it was."""
-
-    difference: float
-    part: str
 
 
 class _Side:
@@ -165,15 +157,12 @@ def compare_models(
     theirs: HuggingFaceReader,
     config: TransformerConfig,
     rounded_to: torch.dtype | None = None,
-) -> Comparison:
+) -> None:
     """Compare embeddings (every word and position), layer by layer, and the heads (every word) that both have.
 
     Args:
         rounded_to: type that the weights of ours were rounded to on the way. They are rounded here too, so that one
             bound serves all types; it is the conversion that is tested, not the type.
-
-    Returns:
-        the largest difference.
 
     Raises:
         CheckpointError: a part differs by more than `BOUND`, or has an output that is not finite.
@@ -187,31 +176,29 @@ def compare_models(
     types = (torch.arange(positions) % num_types)[None] if num_types else None
     left, right = _Ours(ours, config, num_rows, rounded_to), _Theirs(theirs, num_rows)
 
-    found = []
+    found: list[tuple[float, str]] = []  # differences and their parts
     middle = len(chunks) // 2  # the first words of a vocabulary are often never used
     for i, (a, b) in enumerate(zip(left.embed(chunks, ids, types), right.embed(chunks, ids, types), strict=True)):
-        found.append(_difference("the embeddings", a, b))
+        _check("the embeddings", a, b, found)
         if i == middle:
             x = a[:1, :_SEQUENCE].clone()
     for index in range(config.num_layers):
         a, b = left.layer(index, x), right.layer(index, x)
-        found.append(_difference(f"layer {index}", a, b))
+        _check(f"layer {index}", a, b, found)
         x = a
     if left.has_final_norm:
         a, b = left.final_norm(x), right.final_norm(x)
-        found.append(_difference("the last LayerNorm", a, b))
+        _check("the last LayerNorm", a, b, found)
         x = a
     for head in right.heads:
-        found.append(_difference(head.part, left.head(head, x), right.head(head, x)))
+        _check(head.part, left.head(head, x), right.head(head, x), found)
     if right.scores_words:
         for a, b in zip(left.logits(x, chunks), right.logits(x, chunks), strict=True):
-            found.append(_difference("the language-model head", a, b))
-    worst = max(found, key=lambda comparison: comparison.difference)
-    _log.info("compared with transformers: at most %.1e apart (%s; allowed %.0e)", worst.difference, worst.part, BOUND)
-    return worst
+            _check("the language-model head", a, b, found)
+    _log.info("compared with transformers: at most %.1e apart (%s; allowed %.0e)", *max(found), BOUND)
 
 
-def _difference(part: str, ours: Tensor, theirs: Tensor) -> Comparison:
+def _check(part: str, ours: Tensor, theirs: Tensor, found: list[tuple[float, str]]) -> None:
     scale = ours.abs().max().item()
     difference = (ours - theirs).abs().max().item() / max(scale, torch.finfo(torch.float64).tiny)
     if not difference <= BOUND:  # also where it is not a number
@@ -219,4 +206,4 @@ def _difference(part: str, ours: Tensor, theirs: Tensor) -> Comparison:
             f"the converted model does not compute the same: {part} differs by {difference:.1e} of its largest value "
             f"(allowed {BOUND:.0e}); nothing was kept"
         )
-    return Comparison(difference, part)
+    found.append((difference, part))

@@ -34,13 +34,15 @@ _WITHOUT_EFFECT = set(
     output_hidden_states output_past return_dict cross_attention_hidden_size directionality pooler_fc_size
     pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type""".split()
 )
-# Sizes that the tensors have too: the tensor of ours, and the dimension of theirs.
-_SIZES = {
-    "vocab_size": ("transformer.word_embedding.weight", 0),
-    "hidden_size": ("transformer.word_embedding.weight", 1),
-    "max_position_embeddings": ("transformer.position_embedding", 0),
-    "ffn_hidden_size": ("mlp.up.bias", 0),
-}
+# Sizes whose default in transformers is one model's.
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "max_position_embeddings",
+    "ffn_hidden_size",
+    "num_layers",
+    "num_attention_heads",
+)
 
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
@@ -70,29 +72,8 @@ def hf_model(values: dict[str, Any]) -> HuggingFaceModel:
     return models[found]
 
 
-def complete(values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Add the model type and the sizes if they are missing, as in files of 2019; the tensors give them.
-
-    Args:
-        shapes: shapes of the tensors, by their names in the files.
-
-    Raises:
-        CheckpointError: the model is not known here.
-    """
-    if values.get("model_type") is None:
-        values = values | {"model_type": _type_of_tensors(set(shapes))}
-    model = hf_model(values)
-    named = {model.full_name(name): shape for name, shape in shapes.items()}
-    named = {name: named[alias] for alias, name in model.aliases.items() if alias in named} | named
-    rows = {row.ours: row.theirs for row in model.outer}
-    rows |= {row.ours: f"{model.layers}.0.{row.theirs}" for row in model.layer}
-    sizes = {field: named.get(rows[ours], ())[dim : dim + 1] for field, (ours, dim) in _SIZES.items()}
-    layers = {name.split(".")[model.layers.count(".") + 1] for name in named if name.startswith(f"{model.layers}.")}
-    sizes["num_layers"] = (len(layers),) if layers else ()
-    return {model.their_key(field): size[0] for field, size in sizes.items() if size} | values
-
-
-def _type_of_tensors(names: set[str]) -> str | None:
+def type_of_tensors(names: set[str]) -> str | None:
+    """Return the model type that files of 2019 leave out, by the names of the tensors; None if it is unknown."""
     for found, model in models_by_type().items():
         if {f"{model.layers}.0.{row.theirs}" for row in model.layer} <= {model.full_name(name) for name in names}:
             return found
@@ -137,9 +118,9 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
         if key in fixed and values[key] not in (fixed[key], None):
             raise CheckpointError(f"`{key}` of config.json must be {fixed[key]!r}, but is {values[key]!r}")
     ours = {name: getattr(published, key) for key, name in model.keys.items()}
-    for field in (*_SIZES, "num_layers", "num_attention_heads"):
+    for field in _SIZES:
         key = model.their_key(field)
-        if key not in values and ours[field] is not None:  # the default of transformers is one model's size
+        if key not in values and ours[field] is not None:
             raise CheckpointError(f"`{key}` of config.json must be given, but is not there")
     if ours["gelu"] not in GELU_FORMS:
         activation, forms = model.their_key("gelu"), ", ".join(GELU_FORMS)

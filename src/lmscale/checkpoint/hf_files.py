@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import CheckpointError
-from .hf_config import complete, hf_model, read_hf_config
+from .hf_config import hf_model, read_hf_config, type_of_tensors
 from .metadata import PUBLISHED_WEIGHTS
 from .tensor_file import TensorFileReader, TensorFileWriter
 
@@ -59,8 +59,9 @@ class HuggingFaceReader:
     """Tensors of a Hugging Face folder under the names of the model with heads, whichever form the files have.
 
     Names without the prefix (`bert.`, `transformer.`), LayerNorm's old names and constant buffers of old versions are
-    understood. Of two tied tensors the file may have either or both. What a configuration of 2019 lacks is taken from
-    the tensors. Files are `model.safetensors`, its index and shards, or the same as `pytorch_model.bin`.
+    understood. Of two tied tensors the file may have either or both. The tensors tell the model type, which a
+    configuration of 2019 lacks. Files are `model.safetensors`, its index and shards, or the same as
+    `pytorch_model.bin`.
 
     Raises:
         CheckpointError: no such files, an index that contradicts them, two tensors of one name, a type that is not a
@@ -79,8 +80,9 @@ class HuggingFaceReader:
                 raise CheckpointError(
                     f"{path.name} has no tensor {min(expected - set(file.entries))}, but the index says so"
                 )
-        shapes = {name: file.shape(name) for file in self.files for name in file.entries}
-        self.values = complete(values, shapes)
+        if values.get("model_type") is None:
+            values["model_type"] = type_of_tensors({name for file in self.files for name in file.entries})
+        self.values = values
         self.model = hf_model(self.values)
         for file in self.files:
             for name in file.entries:

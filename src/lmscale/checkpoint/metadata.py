@@ -126,6 +126,18 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
+def latest_checkpoint(path: str | Path) -> Path:
+    """Find the checkpoint at `path`: the path itself, or the latest one in a run folder or a folder of checkpoints.
+
+    A path that is neither is returned unchanged; reading it reports the error.
+    """
+    path = Path(path)
+    if (path / METADATA).is_file():
+        return path
+    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    return found[-1] if found else path
+
+
 def read_metadata(path: str | Path) -> CheckpointMetadata:
     """Read the metadata of a checkpoint and check its checksum and the locations of all pieces.
 

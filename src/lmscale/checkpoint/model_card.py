@@ -1,6 +1,5 @@
-"""README.md of an exported model, and its upload to the Hugging Face hub."""
+"""README.md of an exported model."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ def model_card(metadata: CheckpointMetadata, config: TransformerConfig, model_cl
         metadata: metadata of the checkpoint; an imported one knows neither data nor losses.
         model_class: name of the class in transformers.
         dtype: type of the written weights.
-        name: to load the model by: a repository of the hub, or the folder.
+        name: of the folder, to load the model by.
     """
     causal = family_of(config.family).is_causal
     sizes = {
@@ -82,42 +81,3 @@ def _table(title: str, rows: dict[str, Any]) -> str:
         return ""
     lines = [f"## {title}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())]
     return "\n".join(lines) + "\n\n"
-
-
-def check_hub(repository: str) -> None:
-    """Check that a repository of the hub can be written, before the export.
-
-    Raises:
-        ValueError: huggingface_hub is not installed, there is no network, or no user is logged in.
-    """
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise ValueError("`push_to_hub` must be null where huggingface_hub is not installed, but is " + repository)
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().whoami()
-    except Exception as error:  # its HTTP library and its own checks have classes of their own
-        reason = " ".join(str(error).split())[:150]
-        raise ValueError(
-            f"`push_to_hub` must be null without a network and a login (hf auth login), but is {repository}: {reason}"
-        ) from None
-
-
-def push_to_hub(folder: Path, repository: str) -> str:
-    """Upload an exported folder; returns the address of the commit.
-
-    Raises:
-        ValueError: the upload has failed; the folder is complete.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(repository, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=folder))
-    except Exception as error:
-        reason = " ".join(str(error).split())[:150]
-        raise ValueError(
-            f"the model is in {folder}, but `push_to_hub`={repository} failed: {reason}; "
-            f"`hf upload {repository} {folder}` tries again"
-        ) from None

@@ -7,7 +7,8 @@ from ..config import TransformerConfig
 from ..models import build_model
 from ..parallel import ParallelContext
 from .errors import CheckpointError
-from .metadata import METADATA, CheckpointMetadata
+from .metadata import METADATA, CheckpointMetadata, latest_checkpoint, read_metadata
+from .read import find_damage
 
 _MAX_LISTED = 12  # names in a message
 _FIRST_LAYER = "transformer.layers.0."
@@ -83,3 +84,20 @@ def list_names(names: list[str]) -> str:
     """The first names, separated by commas, and the number of the others."""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + more
+
+
+def open_source(path: str | Path, needs_heads: bool = True) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
+    """Find and verify the checkpoint at `path`; returns its path, metadata and model configuration.
+
+    Args:
+        needs_heads: the model's heads must be complete too.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, is damaged, or its tensors are not those of its model.
+    """
+    path = latest_checkpoint(path)
+    metadata = read_metadata(path)
+    damage = find_damage(path, metadata)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
+    return path, metadata, config_of(path, metadata, needs_heads)

@@ -31,16 +31,11 @@ class CheckpointReader:
         self.metadata: CheckpointMetadata = read_metadata(path)
         self._files: dict[str, TensorFileReader] = {}
 
-    def read(self, key: str, tp_rank: int = 0, tp_size: int = 1) -> Tensor:
-        """Read the shard of a logical tensor for rank `tp_rank` of `tp_size`; by default the full tensor."""
+    def read(self, key: str) -> Tensor:
+        """Read a full logical tensor."""
         entry = self._entry(key)
-        shape = list(entry.shape)
-        if entry.shard_dim is not None:
-            if shape[entry.shard_dim] % tp_size:
-                raise ValueError(f"{key} must be a multiple of `tp_size` ({tp_size}) long, but is {entry.shape}")
-            shape[entry.shard_dim] //= tp_size
-        out = torch.empty(shape, dtype=entry.dtype, device="cpu")
-        self.read_into(key, out, tp_rank)
+        out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        self.read_into(key, out)
         return out
 
     def read_into(self, key: str, out: Tensor, tp_rank: int = 0) -> None:

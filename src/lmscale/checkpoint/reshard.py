@@ -7,46 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..config import TransformerConfig
 from .atomic_folder import atomic_folder, check_target
 from .errors import CheckpointError
-from .metadata import METADATA, CheckpointMetadata, list_checkpoints, read_metadata
-from .model_tensors import config_of
+from .metadata import CheckpointMetadata
+from .model_tensors import open_source
 from .offline import write_offline
-from .read import CheckpointReader, find_damage
+from .read import CheckpointReader
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 # Tensors with one row per id, padded with zeros.
 VOCABULARY = ("transformer.word_embedding.weight", "lm_head.bias")
-
-
-def find_checkpoint(path: str | Path) -> Path:
-    """Find the checkpoint at `path`: the path itself, or the latest one in a run folder or a folder of checkpoints.
-
-    A path that is neither is returned unchanged; reading it reports the error.
-    """
-    path = Path(path)
-    if (path / METADATA).is_file():
-        return path
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    return found[-1] if found else path
-
-
-def open_source(path: str | Path, needs_heads: bool = True) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
-    """Find and verify the checkpoint at `path`; returns its path, metadata and model configuration.
-
-    Args:
-        needs_heads: the model's heads must be complete too.
-
-    Raises:
-        CheckpointError: it is not a checkpoint, is damaged, or its tensors are not those of its model.
-    """
-    path = find_checkpoint(path)
-    metadata = read_metadata(path)
-    damage = find_damage(path, metadata)
-    if damage is not None:
-        raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
-    return path, metadata, config_of(path, metadata, needs_heads)
 
 
 def reshard(

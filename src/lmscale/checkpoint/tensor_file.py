@@ -116,7 +116,7 @@ class TensorFileReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self.file = open(path, "rb", buffering=0)
+            self.file = open(path, "rb")
         except OSError as error:
             raise CheckpointError(f"{self.path.name} cannot be read: {error.strerror}") from None
         try:
@@ -165,12 +165,8 @@ class TensorFileReader:
         row = _num_bytes(shape[1:], dtype)
         data = tensor_bytes(out)
         self.file.seek(self.data_start + start + first_row * row)
-        done = 0
-        while done < len(data):
-            count = self.file.readinto(data[done:])
-            if not count:
-                raise CheckpointError(f"{self.path.name} ends within {name}")
-            done += count
+        if self.file.readinto(data) < len(data):
+            raise CheckpointError(f"{self.path.name} ends within {name}")
 
     def read(self, name: str) -> Tensor:
         """Read a full tensor into new memory."""

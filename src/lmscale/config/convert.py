@@ -1,6 +1,5 @@
 """The configuration of a conversion: the typed form of `conf/convert.yaml`."""
 
-import re
 from dataclasses import dataclass
 
 from .checks import require_above_zero, require_one_of, require_path, require_positive, require_seed
@@ -22,7 +21,6 @@ class ConvertConfig:
         vocab_multiple: padding of an lmscale target; None keeps the source's (Hugging Face has none: 1,024).
         dtype: of the weights in a Hugging Face target, `fp32`, `bf16` or `fp16`.
         max_file_gb: largest weight file of a Hugging Face target, in GB (10^9 bytes).
-        push_to_hub: repository of the Hugging Face hub, `user/name`, to upload a Hugging Face target to; None: none.
         tokenizer_path: folder of tokenizer files, a tokenizer.json, or a vocab.txt with the settings beside it, to copy
             next to the model; None: those of the source, if any.
         initialize_missing_heads: initialize heads that a Hugging Face source lacks, instead of refusing it.
@@ -39,7 +37,6 @@ class ConvertConfig:
     vocab_multiple: int | None = None
     dtype: str = "fp32"
     max_file_gb: float = 5.0
-    push_to_hub: str | None = None
     tokenizer_path: str | None = None
     initialize_missing_heads: bool = False
     seed: int = 1234
@@ -53,11 +50,9 @@ class ConvertConfig:
         require_one_of(self, "dtype", DTYPES)
         require_above_zero(self, "max_file_gb")
         require_seed(self)
-        if self.push_to_hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.push_to_hub):
-            raise ValueError(f"`push_to_hub` must be a repository, USER/NAME, but is {self.push_to_hub!r}")
         # Keys of the other format; an lmscale checkpoint always holds the exact weights.
         ours = {"tp_size": 1, "vocab_multiple": None, "initialize_missing_heads": False}
-        theirs = {"dtype": "fp32", "max_file_gb": 5.0, "push_to_hub": None}
+        theirs = {"dtype": "fp32", "max_file_gb": 5.0}
         for name, default in (ours if self.format == "hugging_face" else theirs).items():
             if getattr(self, name) != default:
                 raise ValueError(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -15,25 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..config.family import family_of
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
 from ..text.formats import UnreadableError, plain_bytes
-from ..threads import share_cores
 from .generation import Display, Generator, as_json, in_batches
-from .loading import (
-    DTYPES,
-    USER_ERROR,
-    agree,
-    describe_checkpoint,
-    evaluation_groups,
-    gather,
-    load_model,
-    load_saved_tokenizer,
-)
+from .loading import DTYPES, check_gpt, load_model
 from .prompts import Prompt, PromptReader, Row, read_prompts
-from .tokenizer_choice import choose_tokenizer, load_requested_tokenizer
+from .ranks import agree, gather, run_on_rank
 
 PROMPT_TIMEOUT = timedelta(days=7)  # how long ranks wait for the user to type
 
@@ -55,18 +45,9 @@ def prepare(config: GenerateConfig) -> GenerateJob:
     """Check everything that does not need the weights.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged or not a GPT, or `tp_size` does not divide it; the tokenizer is
-            missing or not the model's; a prompt cannot be used; or `out` exists or cannot be created.
+        ValueError: see `check_gpt`; a prompt cannot be used; or `out` exists or cannot be created.
     """
-    requested = load_requested_tokenizer(config.tokenizer)
-    model, folder = describe_checkpoint(config.ckpt)
-    if not family_of(model.family).is_causal:
-        kind = model.family.upper()
-        raise ValueError(f"`ckpt` must be a GPT, which generates from left to right, but {config.ckpt} is a {kind}")
-    model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
-    if config.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
+    model, tokenizer = check_gpt(config)
     reader = PromptReader(tokenizer, model, config.max_new_tokens, config.num_samples)
     if config.out is not None:
         _check_out(Path(config.out))
@@ -95,27 +76,19 @@ def generate(job: GenerateJob) -> int:
     Raises:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
-    config = job.config
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
-    share_cores()
-    use_gpu = config.accelerator != "cpu" and torch.cuda.is_available()
-    context = evaluation_groups(config.parallel.tp_size, 1, "cuda" if use_gpu else "cpu", config.parallel.pad_heads)
-    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-    code = 0
+    parallel = job.config.parallel
+    work = partial(_generate_until_closed, job)
+    return run_on_rank(work, job.config.accelerator, parallel.tp_size, pad_heads=parallel.pad_heads)
+
+
+def _generate_until_closed(job: GenerateJob, context: ParallelContext, device: torch.device) -> int:
     try:
         _generate(job, context, device)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_output()  # Python's final flush
-        code = 128 + signal.SIGPIPE
-    except ValueError as error:  # raised on every rank
-        if context.tp_size == 1:
-            raise
-        if context.tp_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        code = USER_ERROR
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return code
+        return 128 + signal.SIGPIPE
+    return 0
 
 
 def _discard_output() -> None:

@@ -10,15 +10,10 @@ import json
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..checkpoint import (
     METADATA,
@@ -31,23 +26,23 @@ from ..checkpoint import (
     read_metadata,
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
-from ..checkpoint.hugging_face import import_hugging_face
-from ..checkpoint.metadata import is_hugging_face
+from ..checkpoint.hf_conversion import import_hugging_face
+from ..checkpoint.metadata import is_hugging_face, latest_checkpoint
 from ..checkpoint.model_tensors import config_of
-from ..checkpoint.reshard import find_checkpoint
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
+from ..config.generate import GenerateConfig, GenerateTokenizer
+from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..launcher import World, world_from_outside
 from ..models import build_model
-from ..parallel import ParallelContext, choose_communicator, padding_of
+from ..parallel import ParallelContext, padding_of
+from .ranks import agree, gather
+from .tokenizer_choice import choose_tokenizer
 
-USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer fails
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "encoder.json")
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,51 +66,6 @@ class LoadedModel:
     step: int
 
 
-def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_heads: bool = False) -> ParallelContext:
-    """Create this rank's parallel context; with several ranks, join the process group of the environment.
-
-    Args:
-        device_type: `cuda` uses the GPU of the local rank and nccl, `cpu` uses gloo.
-        pad_heads: see `Layout`.
-
-    Raises:
-        ValueError: the number of ranks that were started is not tp_size x dp_size, or a rank does not see the GPUs of
-            its node's ranks.
-
-    Communicates:
-        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
-        communicate through (`choose_communicator`).
-    """
-    world = world_from_outside() or World()
-    if world.size != tp_size * dp_size:
-        raise ValueError(
-            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
-            f"but {world.size} ranks were started"
-        )
-    if device_type == "cuda":
-        if torch.cuda.device_count() < world.local_size:
-            raise ValueError(
-                f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
-                f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
-            )
-        torch.cuda.set_device(world.local_rank)
-    if world.size == 1:
-        return ParallelContext()
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
-    mesh = init_device_mesh(device_type, (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
-    return ParallelContext(
-        tp_rank=mesh.get_local_rank("tensor"),
-        tp_size=tp_size,
-        dp_rank=mesh.get_local_rank("data"),
-        dp_size=dp_size,
-        tp_group=mesh.get_group("tensor"),
-        dp_group=mesh.get_group("data"),
-        tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
-        pad_heads=pad_heads,
-    )
-
-
 def load_model(
     path: str | Path,
     context: ParallelContext,
@@ -136,13 +86,47 @@ def load_model(
     Communicates:
         all-gathers of short texts over all ranks.
     """
-    path = Path(path)
-    checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and is_hugging_face(path):
-        return _load_hugging_face(path, context, dtype, device)
-    if not path.exists():
-        raise CheckpointError(f"`ckpt` must be a checkpoint, a run folder or a Hugging Face folder, but {path} is not")
-    return _load_ours(checkpoint, context, dtype, device)
+    folder, is_published = _find(path)
+    if is_published:
+        return _load_hugging_face(folder, context, dtype, device)
+    return _load_ours(folder, context, dtype, device)
+
+
+def check_gpt(
+    config: GenerateConfig | ZeroShotConfig, checks_ranks: bool = True
+) -> tuple[TransformerConfig, Tokenizer]:
+    """Return the model configuration and the tokenizer of an evaluation; of the weights only the sizes are read.
+
+    Args:
+        checks_ranks: check also that the ranks of the configuration can run the model.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged or not a GPT, or `tp_size` does not divide it; the tokenizer is
+            missing or not the model's; or there is no GPU.
+    """
+    requested = load_requested_tokenizer(config.tokenizer)
+    model, folder = describe_checkpoint(config.ckpt)
+    if not family_of(model.family).is_causal:
+        kind = model.family.upper()
+        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a {kind}")
+    if checks_ranks:
+        model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
+        if config.accelerator == "gpu" and not torch.cuda.is_available():
+            raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
+    return model, choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
+
+
+def load_requested_tokenizer(config: GenerateTokenizer) -> Tokenizer | None:
+    """Load the tokenizer of `tokenizer=` and `tokenizer.path=`; None if neither is given.
+
+    Raises:
+        ValueError: a file is missing or unreadable.
+    """
+    if config.kind is None and config.path is None:
+        return None
+    if config.path is not None and not Path(config.path).exists():
+        raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
+    return load_published_tokenizer(TokenizerConfig("gpt2", path=config.path, name=config.name))
 
 
 def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
@@ -151,15 +135,21 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata.
     """
-    if not Path(path).exists():
-        kinds = "a checkpoint, a run folder or a Hugging Face folder"
-        raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
-    checkpoint = find_checkpoint(path)
-    if not (checkpoint / METADATA).is_file() and is_hugging_face(Path(path)):
+    checkpoint, is_published = _find(path)
+    if is_published:
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
     metadata = read_metadata(checkpoint)
     check_files(checkpoint, metadata)
     return config_of(checkpoint, metadata), checkpoint.parent / TOKENIZER_FOLDER
+
+
+def _find(path: str | Path) -> tuple[Path, bool]:
+    """Return the folder of the weights at `path`, and whether it is a Hugging Face model."""
+    if not Path(path).exists():
+        kinds = "a checkpoint, a run folder or a Hugging Face folder"
+        raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
+    folder = latest_checkpoint(path)
+    return folder, not (folder / METADATA).is_file() and is_hugging_face(folder)
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
@@ -228,35 +218,3 @@ def _identify(metadata: CheckpointMetadata) -> str:
     }
     text = json.dumps([metadata.model, weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def agree(action: Callable[[], T], context: ParallelContext) -> T:
-    """Run `action()` on every rank; if it fails on any, raise the error of the lowest such rank on all ranks.
-
-    Raises:
-        CheckpointError: `action` has raised a ValueError or an OSError on some rank.
-
-    Communicates:
-        all-gathers of one short text over all ranks.
-    """
-    result, problem = None, None
-    try:
-        result = action()
-    except (ValueError, OSError) as error:
-        problem = f"{error}"
-    problem = next((text for text in gather(problem, context) if text is not None), None)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return result
-
-
-def gather(item: T, context: ParallelContext) -> list[T]:
-    """All-gather a small item; returns those of all ranks, ordered by rank.
-
-    Communicates:
-        one object per rank over the world.
-    """
-    items = [item] * (context.tp_size * context.dp_size)
-    if len(items) > 1:
-        dist.all_gather_object(items, item)
-    return items

@@ -67,6 +67,7 @@ def _prompt_of_json(line: str, name: str) -> str:
     return value["prompt"]
 
 
+@dataclass
 class PromptReader:
     """Convert texts to prompts and check that they fit the model.
 
@@ -76,12 +77,11 @@ class PromptReader:
             different keys.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, config: TransformerConfig, max_new_tokens: int | None, num_samples: int = 1
-    ) -> None:
-        self.tokenizer, self.config = tokenizer, config
-        self.max_new_tokens, self.num_samples = max_new_tokens, num_samples
-        self._samples: Counter[tuple[int, ...]] = Counter()
+    tokenizer: Tokenizer
+    config: TransformerConfig
+    max_new_tokens: int | None
+    num_samples: int = 1
+    _samples: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def read(self, text: str, name: str) -> Prompt:
         """Convert a text to a prompt.

@@ -1,9 +1,8 @@
 """Choose the next token from vocabulary-parallel logits; the result is the same on every tensor rank.
 
-Each rank processes its own columns and all-gathers a few numbers per row, so all ranks decide from the same bytes. A
-sample is drawn with the Gumbel-max trick: argmax(score + noise), where the noise is a hash of (seed, prompt, sample,
-position, token id). No distribution has to be normalized and no generator has state, so neither the layout nor the
-other rows of a batch change a draw.
+All ranks gather the logits of one position per row and decide from the same bytes. A sample is drawn with the
+Gumbel-max trick: argmax(score + noise), where the noise is a hash of (seed, prompt, sample, position, token id). No
+generator has state, so neither the layout nor the other rows of a batch change a draw.
 
 Legend: b rows, v padded vocabulary, p tensor-parallel size.
 """
@@ -18,7 +17,6 @@ from torch import Tensor
 from ..config.generate import Sampling
 from ..parallel import ParallelContext
 
-FIRST_CANDIDATES, MORE_CANDIDATES = 128, 8  # candidates per rank for top-p, and the factor if they do not suffice
 # Odd multipliers of the SplitMix64 finalizer and of Weyl sequences, as signed numbers: torch has no uint64 products.
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
@@ -38,32 +36,34 @@ def sample_key(seed: int, prompt: Sequence[int], sample: int) -> int:
 def choose_tokens(
     logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor, context: ParallelContext
 ) -> Tensor:
-    """Choose the next token of each row.
+    """Choose the next token of each row; of equal scores the smallest id counts as the larger.
 
     Shapes:
         logits [b, v/p], this rank's columns, -inf for excluded tokens; keys int64 [b], see `sample_key`; positions
         int64 [b], of the next token; returns int64 [b], equal on all tensor ranks.
 
     Communicates:
-        over the tensor group, all-gathers of two numbers per row; with top-k or top-p also of `top_k` (or 128, rarely
-        more) largest scores and two more numbers per row.
+        over the tensor group, one all-gather of the logits.
 
     Raises:
         ValueError: a row has no finite maximum (NaN or infinite logits).
     """
-    first_id = context.tp_rank * logits.shape[-1]
+    # In fp64 the cutoffs of top-k and top-p do not depend on rounding.
+    scores = _gather_columns(logits, context).double()  # [b, v]
+    largest, greedy = scores.max(dim=-1)  # ties: the first; NaN if there is one
+    if not bool(largest.isfinite().all()):
+        row = int((~largest.isfinite()).int().argmax())
+        raise ValueError(
+            f"the model's largest score must be a finite number, but is {largest[row].item()} in row {row} of the batch"
+        )
     if sampling.temperature == 0:
-        return _argmax(logits, first_id, context)
-    # In fp64 the cutoffs of top-k and top-p do not depend on the layout's rounding of sums.
-    scores = logits.double() / sampling.temperature
+        return greedy
+    scores = scores / sampling.temperature
     if sampling.top_k is not None or sampling.top_p < 1:
-        scores = _keep_most_probable(scores, sampling, context)
-        rows, columns = scores.isfinite().nonzero(as_tuple=True)  # noise only for the few remaining tokens
-        scores[rows, columns] += gumbel_noise(keys[rows], positions[rows], columns + first_id)
-    else:
-        ids = torch.arange(first_id, first_id + scores.shape[-1], device=scores.device)
-        scores = scores + gumbel_noise(keys[:, None], positions[:, None], ids)
-    return _argmax(scores, first_id, context)
+        scores = _keep_most_probable(scores, sampling)
+    rows, columns = scores.isfinite().nonzero(as_tuple=True)  # noise only for tokens that can be drawn
+    scores[rows, columns] += gumbel_noise(keys[rows], positions[rows], columns)
+    return scores.argmax(dim=-1)
 
 
 def gumbel_noise(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -87,86 +87,25 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
-def _argmax(scores: Tensor, first_id: int, context: ParallelContext) -> Tensor:
-    """Return the id of each row's largest score over all ranks (ties: the smallest id); [b, v/p] to int64 [b]."""
-    value, index = scores.max(dim=-1)  # ties: the first; NaN if there is one
-    best = _gather(torch.stack((value.double(), (index + first_id).double())), context)  # [p, 2, b]; ids are exact
-    values, ids = best[:, 0], best[:, 1]
-    largest = values.amax(dim=0)
-    if not bool(largest.isfinite().all()):
-        row = int((~largest.isfinite()).int().argmax())
-        raise ValueError(
-            f"the model's largest score must be a finite number, but is {largest[row].item()} in row {row} of the batch"
-        )
-    return torch.where(values == largest, ids, float("inf")).amin(dim=0).long()
-
-
-def _keep_most_probable(scores: Tensor, sampling: Sampling, context: ParallelContext) -> Tensor:
-    """Set scores to -inf for tokens excluded by top-k or top-p; [b, v/p] to [b, v/p]."""
+def _keep_most_probable(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Set scores to -inf for tokens excluded by top-k or top-p; [b, v] to [b, v]."""
     if sampling.top_k is not None:
-        largest, _ = _largest(scores, sampling.top_k, context)
-        largest = largest[:, : sampling.top_k]
-        number = torch.full_like(largest[:, 0], largest.shape[1], dtype=torch.int64)
-        if sampling.top_p < 1:
-            number, _ = _fewest(largest, _masses(largest, largest[:, :1]), sampling.top_p)
-    else:
-        largest, number = _nucleus(scores, sampling.top_p, context)
-    cutoff = largest.gather(1, number[:, None] - 1)  # [b, 1], the lowest score that is kept
-    # Of the tokens with exactly this score, those with the smallest ids are kept, until `number` is reached.
-    num_tied = number - (largest > cutoff).sum(dim=-1)
-    is_tied = scores == cutoff
-    on_ranks = _gather(is_tied.sum(dim=-1), context)  # [p, b]
-    num_tied = num_tied - on_ranks[: context.tp_rank].sum(dim=0)
-    keep = (scores > cutoff) | (is_tied & (is_tied.cumsum(dim=-1) <= num_tied[:, None]))
-    keep |= scores.isnan()  # raises an error later
-    return scores.masked_fill(~keep, float("-inf"))
+        cutoff = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
+        is_above, is_tied = scores > cutoff, scores == cutoff
+        num_tied = sampling.top_k - is_above.sum(dim=-1, keepdim=True)
+        scores = scores.masked_fill(~is_above & ~(is_tied & (is_tied.cumsum(dim=-1) <= num_tied)), float("-inf"))
+    if sampling.top_p < 1:
+        ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+        excluded = torch.zeros_like(ids, dtype=torch.bool)
+        excluded[:, 1:] = ordered.softmax(dim=-1).cumsum(dim=-1)[:, :-1] >= sampling.top_p
+        scores = scores.scatter(1, ids, ordered.masked_fill(excluded, float("-inf")))
+    return scores
 
 
-def _nucleus(scores: Tensor, top_p: float, context: ParallelContext) -> tuple[Tensor, Tensor]:
-    """Return enough of each row's largest scores for top-p, in order, and how many of them it keeps."""
-    maximum = _gather(scores.amax(dim=-1), context).amax(dim=0)[:, None]  # [b, 1]
-    # [b, 1], summed in the same order on all ranks.
-    total = _gather((scores - maximum).exp().sum(dim=-1), context).sum(dim=0)[:, None]
-    count = FIRST_CANDIDATES
-    while True:
-        largest, reach = _largest(scores, count, context)
-        number, found = _fewest(largest, (largest - maximum).exp() / total, top_p)
-        cutoff = largest.gather(1, number[:, None] - 1)[:, 0]
-        # A rank may hold scores below `reach` that it has not sent.
-        if count >= scores.shape[-1] or bool((found & (cutoff >= reach)).all()):
-            return largest, number
-        count *= MORE_CANDIDATES
-
-
-def _masses(largest: Tensor, maximum: Tensor) -> Tensor:
-    """Return the probabilities normalized over these scores."""
-    weights = (largest - maximum).exp()
-    return weights / weights.sum(dim=-1, keepdim=True)
-
-
-def _fewest(largest: Tensor, masses: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return how many of each row's first masses sum to `top_p` (int64 [b]), and whether they reach it."""
-    reached = masses.cumsum(dim=-1)
-    before = torch.cat((torch.zeros_like(reached[:, :1]), reached[:, :-1]), dim=-1)
-    number = ((before < top_p) & largest.isfinite()).sum(dim=-1)  # padded columns never count
-    number = number.clamp(min=1)  # rows of NaN raise an error later
-    return number, reached.gather(1, number[:, None] - 1)[:, 0] >= top_p
-
-
-def _largest(scores: Tensor, count: int, context: ParallelContext) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest scores of all ranks, descending [b, p x count], and each row's score down to which
-    they are complete [b]."""
-    local = scores.topk(min(count, scores.shape[-1]), dim=-1).values
-    gathered = _gather(local, context)  # [p, b, count]
-    reach = gathered[:, :, -1].amax(dim=0)
-    merged = gathered.transpose(0, 1).flatten(1)
-    return merged.sort(dim=-1, descending=True).values, reach
-
-
-def _gather(x: Tensor, context: ParallelContext) -> Tensor:
-    """All-gather `x` over the tensor ranks, [p, ...]."""
+def _gather_columns(logits: Tensor, context: ParallelContext) -> Tensor:
+    """All-gather the columns of the tensor ranks; [b, v/p] to [b, v]."""
     if context.tp_size == 1:
-        return x[None]
-    parts = [torch.empty_like(x) for _ in range(context.tp_size)]
-    dist.all_gather(parts, x.contiguous(), group=context.tp_group)
-    return torch.stack(parts)
+        return logits
+    parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(context.tp_size)]
+    dist.all_gather(parts, logits.contiguous(), group=context.tp_group)
+    return torch.cat(parts, dim=-1)

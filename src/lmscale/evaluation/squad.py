@@ -3,19 +3,13 @@
 import math
 import re
 import string
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-class AllNullWarning(UserWarning):
-    """A SQuAD 2.0 score equals that of a system that never answers."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +68,11 @@ def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[st
         ValueError: the dataset has a different form, no questions or a repeated id; or the predictions are not a
             mapping by id, or one is not a text.
 
-    Warns:
-        AllNullWarning: a 2.0 score equals the fraction of questions without answer.
-
     Source: evaluate-v1.1.py and evaluate-v2.0.py of https://rajpurkar.github.io/SQuAD-explorer.
     """
     questions = _questions(dataset)
-    _check_by_id(predictions, "predictions")
+    if not isinstance(predictions, Mapping):
+        raise ValueError(f"`predictions` must be a mapping by question id, but is of type {type(predictions).__name__}")
     second = is_version_2(dataset)
     exact, overlap, missing = {}, {}, 0
     for name, answers in questions.items():
@@ -97,9 +89,6 @@ def score(dataset: Mapping[str, Any], predictions: Mapping[str, str]) -> dict[st
                 scores |= {f"{label}exact": part["exact_match"], f"{label}f1": part["f1"]}
                 scores[f"{label}total"] = part["total"]
     scores["missing"] = missing
-    alarm = all_null_alarm(scores)
-    if alarm is not None:
-        warnings.warn(alarm, AllNullWarning, stacklevel=2)
     return scores
 
 
@@ -132,20 +121,9 @@ def best_null_threshold(
     Returns:
         the lowest of equally good thresholds; -infinity if it is best never to answer.
 
-    Raises:
-        ValueError: as `score`; or a question has no prediction or null score, or a null score is not a number.
-
     Source: `find_best_thresh` of evaluate-v2.0.py.
     """
     questions = _questions(dataset)
-    _check_by_id(predictions, "predictions")
-    _check_by_id(null_scores, "null_scores")
-    absent = [name for name in questions if name not in predictions or name not in null_scores]
-    if absent:
-        raise ValueError(f"`predictions` and `null_scores` must have every question, but lack {absent[0]!r}")
-    wrong = next((name for name in questions if not _is_number(null_scores[name])), None)
-    if wrong is not None:
-        raise ValueError(f"`null_scores` must be numbers, but that of {wrong!r} is {null_scores[wrong]!r}")
     # Starting from "no answer" for all questions, answer them one by one in ascending order of null score.
     current = float(sum(not answers for answers in questions.values()))
     best = NullThreshold(-math.inf, 100.0 * current / len(questions))
@@ -188,15 +166,6 @@ def _text_of(answer: Mapping[str, Any]) -> str:
     if not isinstance(answer["text"], str):
         raise TypeError(f"an answer whose text is {answer['text']!r}")
     return answer["text"]
-
-
-def _check_by_id(values: Any, name: str) -> None:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"`{name}` must be a mapping by question id, but is of type {type(values).__name__}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not math.isnan(value)
 
 
 def _score_one(prediction: str, answers: list[str], second: bool, name: str) -> tuple[float, float]:

@@ -4,33 +4,22 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config import TransformerConfig
-from ..config.family import family_of
 from ..config.zero_shot import ZeroShotConfig
-from ..data.tokenizer import Tokenizer
 from ..parallel import ParallelContext
 from ..results import check_no_record, new_record, write_record
-from ..threads import share_cores
 from .cloze import Answer, predict_last_words
 from .lambada import stop_word_ids
-from .loading import (
-    DTYPES,
-    USER_ERROR,
-    LoadedModel,
-    describe_checkpoint,
-    evaluation_groups,
-    load_model,
-    load_saved_tokenizer,
-)
+from .loading import DTYPES, LoadedModel, check_gpt, load_model, load_requested_tokenizer
 from .perplexity import Perplexity, measure_losses
-from .tokenizer_choice import choose_tokenizer, load_requested_tokenizer
+from .ranks import run_on_rank
 from .zero_shot_task import Lambada, WikiText103, read_task, record_kind
 
 RECORD, ANSWERS = "record.json", "answers.jsonl"
@@ -56,18 +45,11 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     """Check everything that does not need the weights.
 
     Raises:
-        ValueError: the run folder has a record; the checkpoint is missing, damaged or not a GPT, or `tp_size` does not
-            divide it; the tokenizer is missing or not the model's; the file cannot be scored; or windows are longer
-            than the model's positions.
+        ValueError: the run folder has a record; see `check_gpt`; the file cannot be scored; or windows are longer than
+            the model's positions.
     """
     check_no_record(config.run_dir)
-    requested = load_requested_tokenizer(config.tokenizer)
-    model, folder = describe_checkpoint(config.ckpt)
-    _check_family(model, config.ckpt)
-    model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
-    if config.accelerator == "gpu" and not torch.cuda.is_available():
-        raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    tokenizer = choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
+    model, tokenizer = check_gpt(config)
     task = _fit(read_task(config.task, tokenizer), config, model)
     banned = stop_word_ids(tokenizer) if isinstance(task, Lambada) and config.task.stop_word_filter else []
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
@@ -80,20 +62,13 @@ def count(config: ZeroShotConfig) -> dict[str, int]:
     Raises:
         ValueError: there is no tokenizer, the file cannot be scored, or the checkpoint could not score it.
     """
-    tokenizer: Tokenizer | None = load_requested_tokenizer(config.tokenizer)
     if config.ckpt is not None:
-        model, folder = describe_checkpoint(config.ckpt)
-        _check_family(model, config.ckpt)
-        tokenizer = choose_tokenizer(tokenizer, load_saved_tokenizer(folder, model), model, config.ckpt)
+        model, tokenizer = check_gpt(config, checks_ranks=False)
+        return _fit(read_task(config.task, tokenizer), config, model).counts
+    tokenizer = load_requested_tokenizer(config.tokenizer)
     if tokenizer is None:
         raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
-    task = read_task(config.task, tokenizer)
-    return task.counts if config.ckpt is None else _fit(task, config, model).counts
-
-
-def _check_family(model: TransformerConfig, ckpt: str) -> None:
-    if not family_of(model.family).is_causal:
-        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {ckpt} is a {model.family.upper()}")
+    return read_task(config.task, tokenizer).counts
 
 
 def _fit(task: WikiText103 | Lambada, config: ZeroShotConfig, model: TransformerConfig) -> WikiText103 | Lambada:
@@ -110,35 +85,12 @@ def _fit(task: WikiText103 | Lambada, config: ZeroShotConfig, model: Transformer
 
 @record
 def evaluate(job: ZeroShotJob) -> int:
-    """Evaluate on this rank; rank 0 writes.
-
-    Returns:
-        exit code: 0, or with several ranks `USER_ERROR`, after the error message.
-
-    Raises:
-        ValueError: with one rank, if the weights cannot be loaded or used, or the record cannot be written.
-    """
-    layout = job.config.parallel
-    share_cores()
-    use_gpu = job.config.accelerator != "cpu" and torch.cuda.is_available()
-    context = evaluation_groups(layout.tp_size, layout.dp_size, "cuda" if use_gpu else "cpu", layout.pad_heads)
-    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-    if layout.world_size == 1:
-        _evaluate(job, context, device)
-        return 0
-    code = 0
-    try:
-        _evaluate(job, context, device)
-    except ValueError as error:  # raised on every rank
-        if context.tp_rank == context.dp_rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        code = USER_ERROR
-    # Not after another exception: with NCCL it would wait for ranks that are inside a collective.
-    dist.destroy_process_group()
-    return code
+    """Evaluate on this rank; rank 0 writes. Returns the exit code; see `run_on_rank`."""
+    layout, accelerator = job.config.parallel, job.config.accelerator
+    return run_on_rank(partial(_evaluate, job), accelerator, layout.tp_size, layout.dp_size, layout.pad_heads)
 
 
-def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) -> None:
+def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) -> int:
     started = time.time()
     is_first = context.tp_rank == context.dp_rank == 0
     config, task = job.config, job.task
@@ -161,6 +113,7 @@ def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) 
         for name, entry in metrics.items():
             print(f"{name} = {entry['value']:.10g} {entry['unit']}")
         _write(job, loaded, metrics, answers, device, started)
+    return 0
 
 
 def _wikitext_metrics(task: WikiText103, losses: list[float]) -> Metrics:

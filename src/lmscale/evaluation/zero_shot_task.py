@@ -103,7 +103,7 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
         return Lambada(file.name, file.sha256, config.form, passages)
     if all(line.startswith("{") for line in file.text.removesuffix("\n").split("\n")):
         raise ValueError(f"`task.path` must be a WikiText file, but {config.path} has JSON lines, as LAMBADA's")
-    tokens = tokenizer.encode_batch([detokenize(file.text).text])[0]
+    tokens = tokenizer.encode_batch([detokenize(file.text)])[0]
     windows = Windows(len(tokens) - 1, config.window, config.stride)
     return WikiText103(file.name, file.sha256, count_words(file.text), tokens, windows)
 

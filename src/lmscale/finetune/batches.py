@@ -1,6 +1,7 @@
 """Divide items into steps and ranks and build their tensors; no item is dropped and padding is small."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ def epoch_steps(
     return [steps[i] for i in shuffled] if pool_batches > 1 else steps
 
 
+@dataclass(frozen=True)
 class TrainingSteps:
     """The steps of a training run, each as a list of one data rank's micro-batches.
 
@@ -53,30 +55,23 @@ class TrainingSteps:
         dp_rank, dp_size: r and W.
     """
 
-    def __init__(
-        self,
-        features: Features,
-        global_batch_size: int,
-        micro_batch_size: int,
-        num_epochs: int,
-        seed: int,
-        pool_batches: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-    ) -> None:
-        self.features, self.lengths = features, features.lengths()
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.num_epochs, self.seed, self.pool_batches = num_epochs, seed, pool_batches
-        self.dp_rank, self.dp_size = dp_rank, dp_size
-        self.steps_per_epoch = -(-len(features) // global_batch_size)
+    features: Features
+    global_batch_size: int
+    micro_batch_size: int
+    num_epochs: int
+    seed: int
+    pool_batches: int
+    dp_rank: int = 0
+    dp_size: int = 1
 
     def __len__(self) -> int:
-        return self.steps_per_epoch * self.num_epochs
+        return -(-len(self.features) // self.global_batch_size) * self.num_epochs
 
     def __iter__(self) -> Iterator[list[Batch]]:
+        lengths = self.features.lengths()
         for epoch in range(self.num_epochs):
             number = epoch * len(self.features)  # of the step's first item, counted over the whole run
-            for step in epoch_steps(self.lengths, self.global_batch_size, self.pool_batches, self.seed, epoch):
+            for step in epoch_steps(lengths, self.global_batch_size, self.pool_batches, self.seed, epoch):
                 yield self._share(step, number)
                 number += len(step)
 
@@ -95,6 +90,7 @@ class TrainingSteps:
         return micro_batches
 
 
+@dataclass(frozen=True)
 class ScoringBatches:
     """Batches of similar length that cover every item of the given sets once over the data ranks, longest first.
 
@@ -106,9 +102,10 @@ class ScoringBatches:
         num_sequences: maximum per forward pass; the sequences of an item stay together.
     """
 
-    def __init__(self, sets: dict[str, Features], num_sequences: int, dp_rank: int = 0, dp_size: int = 1) -> None:
-        self.sets, self.num_sequences = sets, num_sequences
-        self.dp_rank, self.dp_size = dp_rank, dp_size
+    sets: dict[str, Features]
+    num_sequences: int
+    dp_rank: int = 0
+    dp_size: int = 1
 
     def __iter__(self) -> Iterator[Batch]:
         for name, features in self.sets.items():

@@ -1,11 +1,12 @@
 """Ensembles of finetuned models: mean probabilities for classes and choices, mean logits for spans."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .outputs import SetOutputs, read_outputs
-from .scoring import Predictions, predict_sets, write_predictions
+from .scoring import predict_sets, write_predictions
 
 _DECODING_KEYS = ("max_answer_length", "num_best", "null_threshold", "labels")
 
@@ -47,10 +48,9 @@ def ensemble(runs: list[Path], out: Path) -> tuple[dict[str, float], list[str]]:
     logits = {name: _combine(outputs) for name, outputs in members.items()}
     chosen_on = [name for name in task.chosen_on() if name in sets]
     predictions, metrics = predict_sets(task, sets, logits, chosen_on)
-    found: dict[str, Predictions] = predictions
-    for name, prediction in found.items():
+    for name, prediction in predictions.items():
         write_predictions(out / name, task, name, prediction)
-    return metrics, [alarm for prediction in found.values() for alarm in prediction.alarms]
+    return metrics, [alarm for prediction in predictions.values() for alarm in prediction.alarms]
 
 
 def _sets_of(run: Path) -> list[str]:
@@ -63,34 +63,27 @@ def _sets_of(run: Path) -> list[str]:
 
 def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Path) -> None:
     """Check that a member has scored the same items in the same order as the first one."""
-    if member.task.name != first.task.name:
-        raise ValueError(f"{who} must be of the task of {first_run}, {first.task.name}, but is of {member.task.name}")
-    if member.task.chosen_on() != first.task.chosen_on():
-        raise ValueError(
-            f"{who} must have the validation sets of {first_run}, {', '.join(first.task.chosen_on())}, but has "
-            + (", ".join(member.task.chosen_on()) or "none")
-        )
-    for key in _DECODING_KEYS:
-        if getattr(member.task, key) != getattr(first.task, key):
-            raise ValueError(
-                f"{who} must have the `task.{key}` of {first_run}, {getattr(first.task, key)}, but has "
-                f"{getattr(member.task, key)}"
-            )
-    ours, theirs = member.features, first.features
-    if ours.ids != theirs.ids:
-        place = next((i for i, (a, b) in enumerate(zip(ours.ids, theirs.ids, strict=False)) if a != b), None)
-        what = f"{len(ours.ids)} ids" if place is None else f"{ours.ids[place]!r} in place {place}"
-        there = f"{len(theirs.ids)} ids" if place is None else repr(theirs.ids[place])
-        raise ValueError(f"{who} must have the ids of {first_run} ({there}), but has {what}")
-    if ours.facts != theirs.facts:  # for SQuAD the whole file, for RACE the levels
-        raise ValueError(f"{who} must have the questions of {first_run}, but has others with the same ids")
-    same = ours.labels.shape == theirs.labels.shape and (ours.labels == theirs.labels).all()
-    if ours.offsets is not None:
-        same = same and ours.offsets.shape == theirs.offsets.shape and (ours.offsets == theirs.offsets).all()
-        same = same and (ours.window_starts == theirs.window_starts).all()
-    if not same:
-        what = "windows (task.max_seq_length, task.doc_stride, tokenizer)" if ours.offsets is not None else "labels"
-        raise ValueError(f"{who} must have the {what} of {first_run}, but has others")
+    for of_one, of_first, what in zip(_facts(member), _facts(first), _FACTS, strict=True):
+        if of_one != of_first:
+            values = f", {of_first}, but has {of_one}" if len(f"{of_first}{of_one}") < 200 else ", but has others"
+            raise ValueError(f"{who} must have the {what} of {first_run}{values}")
+
+
+_FACTS = (
+    *("task", "validation sets", *(f"`task.{key}`" for key in _DECODING_KEYS)),
+    *("number of ids", "ids", "questions", "labels and windows (task.max_seq_length, task.doc_stride, tokenizer)"),
+)
+
+
+def _facts(outputs: SetOutputs) -> tuple[Any, ...]:
+    """What must be equal in all members, in the order of `_FACTS`."""
+    task, features = outputs.task, outputs.features
+    arrays = (features.labels, features.offsets, features.window_starts)
+    return (
+        *(task.name, task.chosen_on(), *(getattr(task, key) for key in _DECODING_KEYS)),
+        *(len(features.ids), features.ids, features.facts),  # of SQuAD the whole file, of RACE the levels
+        [None if array is None else (array.shape, array.tobytes()) for array in arrays],
+    )
 
 
 def _combine(members: list[SetOutputs]) -> list[np.ndarray]:

@@ -1,9 +1,9 @@
 """Finetuning: `prepare_job` checks a run once; `finetune`, on every rank, builds model, data and Trainer, and fits."""
 
+import sys
 from functools import partial
 from pathlib import Path
 
-import lightning as L
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -12,7 +12,6 @@ from ..config import Layout
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
-from ..parallel import ParallelContext
 from ..training.output.metrics_file import MetricsFile
 from ..training.resolve import resolve_accelerator
 from ..training.runtime.exit_codes import DONE
@@ -25,7 +24,7 @@ from .initial_checkpoint import check_initial_checkpoint
 from .module import FinetuneModule
 from .outputs import write_outputs
 from .preparing import FinetuneJob, prepare_features
-from .run_folder import announce, prepare_folder, report_divergence, write_run_record
+from .run_folder import announce, prepare_folder, write_run_record
 from .scoring import metric_names
 from .sources import check_places, check_unused
 
@@ -104,9 +103,12 @@ def finetune(job: FinetuneJob) -> int:
     Returns:
         the exit code; see `training.runtime.exit_codes`. The same on all ranks.
     """
-    features = job.training_features()
+    features, options = job.training_features(), job.run.trainer
     steps_per_epoch = -(-len(features) // job.run.global_batch_size) if features is not None else 0
-    trainer = build_trainer(job, steps_per_epoch)
+    num_steps = steps_per_epoch * options.num_epochs
+    scores_epochs = options.score_every_epoch and num_steps  # otherwise it scores at the end
+    interval = steps_per_epoch if scores_epochs else num_steps + 1
+    trainer = new_trainer(job, max_steps=num_steps, val_check_interval=interval)
     return run_on_this_rank(job, trainer, partial(train, job, features, steps_per_epoch), stops_on_signal=False)
 
 
@@ -117,17 +119,20 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
         CheckpointError: the run folder cannot be used or is not shared, or, after the record has been written, the
             checkpoint could not be; the same on all ranks.
     """
-    trainer, strategy, folder = session.trainer, session.strategy, session.folder
+    trainer, strategy, folder, run = session.trainer, session.strategy, session.folder, job.run
     problem = strategy.first_error(prepare_folder(job, folder) if session.is_first else None)
     if problem is not None:
         raise CheckpointError(problem)
-    if job.run.trainer.save:
+    if run.trainer.save:
         strategy.check_shared(folder / "checkpoints")
-    model = build_module(job, steps_per_epoch, session)
-    training, scoring = build_data(job, features, model.sets, strategy.parallel)
+    model = FinetuneModule(run, job.start, job.scored_features(), steps_per_epoch, session)
+    place = strategy.parallel.dp_rank, strategy.parallel.dp_size
+    scoring = ScoringBatches(model.sets, run.trainer.scoring_batch_size, *place)
     if session.is_first:
         announce(job, model, features, strategy.parallel)
-    if training is not None:
+    if features is not None:
+        sizes = run.global_batch_size, run.micro_batch_size, run.trainer.num_epochs
+        training = TrainingSteps(features, *sizes, run.seed, run.trainer.pool_batches, *place)
         metrics = MetricsFile(folder / "metrics.csv", validation=())  # scores are in scores.jsonl
         metrics.resume_at(0)
         trainer.loggers = [metrics]
@@ -136,45 +141,17 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
         trainer.validate(model, scoring, verbose=False)
     if session.ending.exit_code != DONE:
         if session.is_first:
-            report_divergence(job, model.completed_steps)
+            print(
+                f"error: the training has diverged at step {model.completed_steps}: more steps in a row without a "
+                f"finite gradient than trainer.max_skipped_steps ({run.trainer.max_skipped_steps}), or scores not "
+                "finite",
+                file=sys.stderr,
+                flush=True,
+            )
         return session.ending.exit_code
     if session.is_first:
-        write_outputs(folder / "predictions", job.run.task, model.sets, model.predictions, model.logits)
+        write_outputs(folder / "predictions", run.task, model.sets, model.predictions, model.logits)
         write_run_record(job, model, features, session.num_threads)
     if model.save_problem is not None:
         raise CheckpointError(model.save_problem)
     return DONE
-
-
-def build_trainer(job: FinetuneJob, steps_per_epoch: int) -> L.Trainer:
-    """Lightning's Trainer; it scores after every epoch if `trainer.score_every_epoch`, else at the end."""
-    trainer = job.run.trainer
-    num_steps = steps_per_epoch * trainer.num_epochs
-    scores = trainer.score_every_epoch and num_steps
-    return new_trainer(job, max_steps=num_steps, val_check_interval=steps_per_epoch if scores else num_steps + 1)
-
-
-def build_module(job: FinetuneJob, steps_per_epoch: int, session: RankSession) -> FinetuneModule:
-    """The Lightning module; it builds its shard of the model in `configure_model`."""
-    return FinetuneModule(
-        job.run,
-        job.start,
-        job.scored_features(),
-        steps_per_epoch * job.run.trainer.num_epochs,
-        steps_per_epoch,
-        session.folder,
-        session.watchdog,
-        session.ending,
-    )
-
-
-def build_data(
-    job: FinetuneJob, features: Features | None, sets: dict[str, Features], context: ParallelContext
-) -> tuple[TrainingSteps | None, ScoringBatches]:
-    """This data rank's batches of the training set, None without one, and of the sets to score."""
-    run, place = job.run, (context.dp_rank, context.dp_size)
-    scoring = ScoringBatches(sets, run.trainer.scoring_batch_size, *place)
-    if features is None:
-        return None, scoring
-    sizes = run.global_batch_size, run.micro_batch_size, run.trainer.num_epochs
-    return TrainingSteps(features, *sizes, run.seed, run.trainer.pool_batches, *place), scoring

@@ -1,18 +1,17 @@
 """The initial checkpoint of a finetuning: check that it fits the task, and find its tokenizer."""
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import TOKENIZER_FOLDER
-from ..checkpoint.reshard import open_source
+from ..checkpoint.model_tensors import open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
-from ..evaluation.tokenizer_choice import has_plausible_size
+from ..evaluation.tokenizer_choice import choose_tokenizer
 from .tasks import HeadKind, benchmark_of
 
 
@@ -100,26 +99,9 @@ def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
 
 
 def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> Tokenizer:
-    beside = checkpoint.parent / TOKENIZER_FOLDER
-    own = load_tokenizer(beside, config.family) if beside.is_dir() else None
-    if run.tokenizer.path is None and own is None:
+    beside, path = checkpoint.parent / TOKENIZER_FOLDER, run.tokenizer.path
+    saved = load_tokenizer(beside, config.family) if beside.is_dir() else None
+    if path is None and saved is None:
         raise ValueError(f"`tokenizer.path` must be given if the checkpoint has none in {beside}")
-    chosen = own if run.tokenizer.path is None else load_tokenizer(run.tokenizer.path, config.family)
-    path = run.tokenizer.path or str(beside)
-    if own is not None and _rules(chosen) != _rules(own):
-        raise ValueError(f"`tokenizer.path` must be the checkpoint's tokenizer, that of {beside}, but is {path}")
-    # The checkpoint's own tokenizer may be any number of ids smaller than the model.
-    fits = has_plausible_size(chosen, config) if own is None else chosen.vocab_size <= config.vocab_size
-    if not fits:
-        raise ValueError(
-            f"the tokenizer must be the one the checkpoint was trained with, of {config.vocab_size} ids, "
-            f"but {path} has {chosen.vocab_size}"
-        )
-    return chosen
-
-
-def _rules(tokenizer: Tokenizer) -> tuple:
-    """Return what determines a text's ids: vocabulary, normalizer, pre-tokenizer and added tokens."""
-    parts = json.loads(tokenizer.inner.to_str())
-    added = [token for token in parts["added_tokens"] if not token["special"]]
-    return tokenizer.inner.get_vocab(), parts["normalizer"], parts["pre_tokenizer"], added
+    requested = load_tokenizer(path, config.family) if path is not None else None
+    return choose_tokenizer(requested, saved, config, str(checkpoint), trusts_saved=True)

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ from torch import Tensor, nn
 from ..checkpoint import checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel.data_collectives import sum_over_data_ranks
-from ..training.runtime.ending import Ending
 from ..training.runtime.exit_codes import DIVERGED, DONE
-from ..training.runtime.watchdog import Watchdog
+from ..training.runtime.session import RankSession
 from ..training.step.module import TrainingModule
 from .batches import Batch
 from .features import Features
@@ -36,11 +34,8 @@ class FinetuneModule(TrainingModule):
         run: the configuration.
         start: the checkpoint.
         sets: features to score, by name.
-        num_steps: of the whole training.
-        steps_per_epoch: for the epoch of each scoring.
-        run_dir: folder of scores and the checkpoint.
-        watchdog: its `mark` is called with the progress.
-        ending: is set when the run has diverged.
+        steps_per_epoch: for the schedule, and the epoch of each scoring.
+        session: the running rank, whose ending is set when the run has diverged.
 
     Communicates:
         as `TrainingModule`, and the loss if it is logged; per scoring, all logits to all ranks, and the metrics from
@@ -54,25 +49,23 @@ class FinetuneModule(TrainingModule):
         run: FinetuneConfig,
         start: InitialCheckpoint,
         sets: dict[str, Features],
-        num_steps: int,
         steps_per_epoch: int,
-        run_dir: Path,
-        watchdog: Watchdog,
-        ending: Ending,
+        session: RankSession,
     ) -> None:
         drawn = ("pooler.",) if run.new_pooler else ()
         drawn += () if start.has_head else ("head.",)
         super().__init__(
             run.optimizer,
-            run.schedule(num_steps),
+            run.schedule(steps_per_epoch * run.trainer.num_epochs),
             run.precision,
             run.seed,
             weights_from=None if run.from_scratch else start.path,
             drawn=drawn,
-            progress=lambda activity: watchdog.mark(f"step {self.completed_steps + 1}, {activity}"),
+            progress=lambda activity: self.watchdog.mark(f"step {self.completed_steps + 1}, {activity}"),
         )
         self.run, self.start, self.config = run, start, start.config
-        self.sets, self.run_dir, self.watchdog, self.ending = sets, run_dir, watchdog, ending
+        self.sets, self.run_dir = sets, session.folder
+        self.watchdog, self.ending = session.watchdog, session.ending
         self.steps_per_epoch, self.scored_at = steps_per_epoch, -1
         self.metrics: dict[str, float] = {}  # of the last scoring, on every rank
         self.predictions: dict[str, Predictions] = {}  # the same, on rank 0

@@ -12,7 +12,6 @@ import tokenizers
 from ..config.finetune import FinetuneConfig, TaskConfig
 from ..data.tokenizer import Tokenizer
 from ..training.job import Job
-from .examples import Example
 from .features import Features, load_features, save_features
 from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
@@ -57,7 +56,7 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     if folder.is_dir():
         return folder
     examples, report = read_examples(task, place)
-    features = encode(task, examples, tokenizer, report.notes())
+    features = benchmark_of(task).encode(task, examples, tokenizer, report.notes())
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         temporary = cache_dir / f".{folder.name}.{uuid.uuid4().hex}"
@@ -70,8 +69,3 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     except OSError as error:
         raise ValueError(f"`cache_dir` must be a writable folder with free space, but {cache_dir}: {error}") from None
     return folder
-
-
-def encode(task: TaskConfig, examples: list[Example], tokenizer: Tokenizer, notes: list[str]) -> Features:
-    """Encode examples of one task."""
-    return benchmark_of(task).encode(task, examples, tokenizer, notes)

@@ -1,7 +1,6 @@
 """What a finetuning writes into its run folder and on the terminal, besides its metrics and checkpoint."""
 
 import shutil
-import sys
 import time
 from pathlib import Path
 
@@ -54,16 +53,6 @@ def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None
     sets = [*([features] if features is not None else []), *module.sets.values()]
     for note in dict.fromkeys(note for found in sets for note in found.notes):  # a file may be used twice
         print(f"note: {note}", flush=True)
-
-
-def report_divergence(job: FinetuneJob, step: int) -> None:
-    """Print why the run stopped after `step`."""
-    print(
-        f"error: the training has diverged at step {step}: more steps in a row without a finite gradient than "
-        f"trainer.max_skipped_steps ({job.run.trainer.max_skipped_steps}), or scores not finite",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:

@@ -5,13 +5,9 @@ from ..examples import Example, RowReport, SpanExample, list_some
 from ..pairs import encode_choices, encode_pairs
 from ..windows import encode_windows
 from .benchmark import Benchmark, HeadKind
-from .mnli import LABELS as MNLI_LABELS
-from .mnli import name_mnli, read_mnli
-from .qqp import LABELS as QQP_LABELS
-from .qqp import read_qqp, score_qqp
+from .pair_tables import MNLI_LABELS, QQP_LABELS, name_mnli, read_mnli, read_qqp, read_table, score_classes, score_qqp
 from .race import LETTERS, read_race, score_race
 from .squad import read_squad
-from .table import read_table, score_classes
 
 _SPANS = Benchmark(read_squad, encode_windows, HeadKind.SPAN, objective="f1")
 BENCHMARKS = {

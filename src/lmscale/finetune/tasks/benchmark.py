@@ -11,6 +11,11 @@ from ..examples import Example, RowReport
 from ..features import Features
 
 
+def accuracy(chosen: list[int], labels: list[int]) -> float:
+    """Compute the fraction of correct predictions, in percent."""
+    return 100.0 * sum(a == b for a, b in zip(chosen, labels, strict=True)) / len(labels)
+
+
 class HeadKind(str, Enum):
     """What a task predicts: a class of a pair, one of several sequences, or first and last token of an answer."""
 

@@ -5,18 +5,21 @@ from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
-from ...evaluation.classification import accuracy_by_group
 from ..examples import ChoiceExample, RowReport, is_text
-from ..sources import hub_rows, is_on_hub, jsonl_rows
+from ..sources import check_columns, hub_rows, is_on_hub, jsonl_rows
+from .benchmark import accuracy
 
 LETTERS = "ABCD"
 LEVELS = ("middle", "high")
 
 
 def score_race(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
-    """Compute the accuracy over all questions and per level."""
-    found = accuracy_by_group(chosen, labels, facts["groups"])
-    return {"accuracy" if group == "all" else f"accuracy_{group}": value for group, value in found.items()}
+    """Compute the accuracy in percent over all questions and per level."""
+    found = {"accuracy": accuracy(chosen, labels)}
+    for level in dict.fromkeys(facts["groups"]):
+        mine = [i for i, group in enumerate(facts["groups"]) if group == level]
+        found[f"accuracy_{level}"] = accuracy([chosen[i] for i in mine], [labels[i] for i in mine])
+    return found
 
 
 def read_race(task: TaskConfig, place: str, report: RowReport) -> list[ChoiceExample]:
@@ -60,39 +63,36 @@ def _from_hub(task: TaskConfig, place: str) -> Iterator[tuple[str, str | None, d
 
 
 def _questions(where: str, level: str | None, passage: dict[str, Any], report: RowReport) -> list[ChoiceExample]:
-    lacks = [name for name in ("article", "questions", "options", "id") if name not in passage]
-    if lacks:
-        raise ValueError(f"{report.source} {where} must have article, questions, options and id, but lacks {lacks[0]}")
-    if not is_text(passage["id"]):
-        report.refuse("`id` must be a text", passage["id"], where)
-        return []
-    level = level or next((name for name in LEVELS if passage["id"].startswith(name)), None)
-    if level not in LEVELS:
+    check_columns(f"{report.source} {where}", [*passage], ("article", "questions", "options", "id"))
+    name, article, questions, options = (passage[key] for key in ("id", "article", "questions", "options"))
+    level = level or next((level for level in LEVELS if str(name).startswith(level)), None)
+    answers = passage.get("answers")
+    if answers is None and isinstance(questions, list):
+        answers = [None] * len(questions)
+    lists = [questions, options, answers]
+    sizes = [len(values) if isinstance(values, list) else values for values in lists]
+    if not is_text(name):
+        report.refuse("`id` must be a text", name, where)
+    elif level not in LEVELS:
         report.refuse("the level must be middle or high, by folder, field or id", level, where)
-        return []
-    if not is_text(passage["article"]):
-        report.refuse("`article` must be a text", passage["article"], where)
-        return []
-    questions, options, answers = passage["questions"], passage["options"], passage.get("answers")
-    lists = [questions, options] if answers is None else [questions, options, answers]
-    if not all(isinstance(values, list) and len(values) == len(questions) for values in lists):
-        sizes = [len(values) if isinstance(values, list) else values for values in lists]
-        report.refuse(
-            "`questions`, `options` and `answers` must be lists of equal length", sizes, where, "are of lengths"
-        )
-        return []
-    found = []
-    for number, (question, choices) in enumerate(zip(questions, options, strict=True), start=1):
-        spot = where if "number" in passage else f"{where} question {number}"
-        letter = None if answers is None else answers[number - 1]
-        if not is_text(question) or not question.strip():
-            report.refuse("a question must be a non-empty text", question, spot)
-        elif not isinstance(choices, list) or len(choices) != len(LETTERS) or not all(map(is_text, choices)):
-            report.refuse("`options` must be four texts", choices, spot)
-        elif letter is not None and (not isinstance(letter, str) or len(letter) != 1 or letter not in LETTERS):
-            report.refuse("`answers` must be A, B, C or D", letter, spot)
-        else:
-            name = f"{passage['id']}-{passage.get('number', number - 1)}"
-            label = None if letter is None else LETTERS.index(letter)
-            found.append(ChoiceExample(name, level, passage["article"], question, tuple(choices), label))
-    return found
+    elif not is_text(article):
+        report.refuse("`article` must be a text", article, where)
+    elif not all(isinstance(values, list) and len(values) == len(questions) for values in lists):
+        rule = "`questions`, `options` and `answers` must be lists of equal length"
+        report.refuse(rule, sizes, where, "are of lengths")
+    else:
+        found = []
+        for number, (question, choices, letter) in enumerate(zip(*lists, strict=True), start=1):
+            spot = where if "number" in passage else f"{where} question {number}"
+            if not is_text(question) or not question.strip():
+                report.refuse("a question must be a non-empty text", question, spot)
+            elif not isinstance(choices, list) or len(choices) != len(LETTERS) or not all(map(is_text, choices)):
+                report.refuse("`options` must be four texts", choices, spot)
+            elif letter is not None and letter not in [*LETTERS]:
+                report.refuse("`answers` must be A, B, C or D", letter, spot)
+            else:
+                label = None if letter is None else LETTERS.index(letter)
+                item = f"{name}-{passage.get('number', number - 1)}"
+                found.append(ChoiceExample(item, level, article, question, tuple(choices), label))
+        return found
+    return []

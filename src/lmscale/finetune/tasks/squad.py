@@ -46,38 +46,36 @@ def _example(
     task: TaskConfig, title: str, context: str, qa: dict[str, Any], where: str, report: RowReport
 ) -> list[SpanExample]:
     """Return the question, or nothing if it is invalid."""
-    name, question, found = qa.get("id"), qa.get("question"), qa.get("answers", [])
+    fault = _fault(task, context, qa)
+    if fault is not None:
+        rule, value, *verb = fault
+        report.refuse(rule, value, where, *verb)
+        return []
+    answers = tuple((answer["text"], answer["answer_start"]) for answer in qa.get("answers", []))
+    return [SpanExample(qa["id"], title, context, qa["question"], answers, "answers" in qa)]
+
+
+def _fault(task: TaskConfig, context: Any, qa: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return the first rule that a question violates, the value, and a verb if it is not "is"."""
+    name, question, answers = qa.get("id"), qa.get("question"), qa.get("answers", [])
     if not is_text(name) or not name:
-        report.refuse("`id` must be a text", name, where)
-        return []
+        return "`id` must be a text", name
     if not is_text(question) or not question.strip():
-        report.refuse("a question must be a non-empty text", (name, question), where)
-        return []
+        return "a question must be a non-empty text", (name, question)
     if not is_text(context):
-        report.refuse("a context must be a text", (name, context), where)
-        return []
-    if not isinstance(found, list) or not all(isinstance(answer, dict) for answer in found):
-        report.refuse("`answers` must be a list of objects", (name, found), where)
-        return []
-    is_labelled = "answers" in qa
-    answers = tuple((answer.get("text"), answer.get("answer_start")) for answer in found)
-    for text, start in answers:
+        return "a context must be a text", (name, context)
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        return "`answers` must be a list of objects", (name, answers)
+    for text, start in ((answer.get("text"), answer.get("answer_start")) for answer in answers):
         if not _occurs_in(context, text, start):
-            report.refuse(
-                "an answer must occur in its context at `answer_start`", (text, start, name), where, "this does not:"
-            )
-            return []
-    if task.name == "squad_v1" and is_labelled and not answers:
-        report.refuse(
-            "a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, where, "this has none:"
-        )
-        return []
-    if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers) and is_labelled:
-        report.refuse(
-            "a question must have answers or `is_impossible`, not both", name, where, "this has both or neither:"
-        )
-        return []
-    return [SpanExample(name, title, context, question, answers, is_labelled)]
+            return "an answer must occur in its context at `answer_start`", (text, start, name), "this does not:"
+    if "answers" not in qa:
+        return None
+    if task.name == "squad_v1" and not answers:
+        return "a question of SQuAD 1.1 must have an answer (task=squad_v2 accepts none)", name, "this has none:"
+    if task.name == "squad_v2" and bool(qa.get("is_impossible", not answers)) != (not answers):
+        return "a question must have answers or `is_impossible`, not both", name, "this has both or neither:"
+    return None
 
 
 def _occurs_in(context: str, text: Any, start: Any) -> bool:

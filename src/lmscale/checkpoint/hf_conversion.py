@@ -18,10 +18,9 @@ from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
 from .model_card import CARD, model_card
-from .model_tensors import Shape, list_names, model_shapes
+from .model_tensors import Shape, list_names, model_shapes, open_source
 from .offline import write_offline
 from .read import CheckpointReader
-from .reshard import open_source
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 
@@ -31,7 +30,6 @@ def export_hugging_face(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5 * 10**9,
     tokenizer: str | Path | None = None,
-    name: str | None = None,
 ) -> Path:
     """Write a checkpoint of ours as `GPT2LMHeadModel`, `BertForPreTraining` or `MegatronBertForPreTraining`.
 
@@ -42,7 +40,6 @@ def export_hugging_face(
         target: a folder that does not exist yet.
         dtype: type of the written weights, rounded to nearest.
         tokenizer: its files or folder; None takes `tokenizer/` beside the source, if it is there.
-        name: for the model card, to load the model by; None: that of the target.
 
     Raises:
         ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
@@ -50,9 +47,8 @@ def export_hugging_face(
     path, metadata, config = open_source(source)
     model = model_of(config)
     files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
-    published = config_to_hf(
-        config, str(dtype).removeprefix("torch."), model.token_ids(files.ids if files else None, config)
-    )
+    dtype_name = str(dtype).removeprefix("torch.")
+    published = config_to_hf(config, dtype_name, model.token_ids(files.ids if files else None, config))
     our_shapes, rows = model_shapes(config), model.rows(config)
     # Those of the heads: the rest has been checked.
     missing = sorted(f"model/{name}" for name in our_shapes if f"model/{name}" not in metadata.tensors)
@@ -70,8 +66,7 @@ def export_hugging_face(
             files.copy_to(folder)
         with HuggingFaceReader(folder) as written:
             compare_models(reader, written, config, rounded_to=dtype)
-        of_weights = str(dtype).removeprefix("torch.")
-        card = model_card(metadata, config, model.model_class, of_weights, name or Path(target).name)
+        card = model_card(metadata, config, model.model_class, dtype_name, Path(target).name)
         (folder / CARD).write_text(card, encoding="utf-8")
     return Path(target)
 

@@ -1,0 +1,128 @@
+"""The ranks of an evaluation: their process group, and errors that all of them raise together."""
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..checkpoint import CheckpointError
+from ..launcher import World, world_from_outside
+from ..parallel import ParallelContext, choose_communicator
+from ..threads import share_cores
+
+USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
+TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer fails
+T = TypeVar("T")
+
+
+def run_on_rank(
+    work: Callable[[ParallelContext, torch.device], int],
+    accelerator: str,
+    tp_size: int,
+    dp_size: int = 1,
+    pad_heads: bool = False,
+) -> int:
+    """Run `work` on this rank's device.
+
+    Returns:
+        its exit code, or with several ranks `USER_ERROR`, after the error message.
+
+    Raises:
+        ValueError: raised by `work` with one rank.
+    """
+    share_cores()
+    use_gpu = accelerator != "cpu" and torch.cuda.is_available()
+    context = evaluation_groups(tp_size, dp_size, "cuda" if use_gpu else "cpu", pad_heads)
+    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+    if tp_size * dp_size == 1:
+        return work(context, device)
+    try:
+        code = work(context, device)
+    except ValueError as error:  # raised on every rank
+        if context.tp_rank == context.dp_rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = USER_ERROR
+    # Not after another exception: with NCCL it would wait for ranks that are inside a collective.
+    dist.destroy_process_group()
+    return code
+
+
+def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_heads: bool = False) -> ParallelContext:
+    """Create this rank's parallel context; with several ranks, join the process group of the environment.
+
+    Args:
+        device_type: `cuda` uses the GPU of the local rank and nccl, `cpu` uses gloo.
+        pad_heads: see `Layout`.
+
+    Raises:
+        ValueError: the number of ranks that were started is not tp_size x dp_size, or a rank does not see the GPUs of
+            its node's ranks.
+
+    Communicates:
+        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
+        communicate through (`choose_communicator`).
+    """
+    world = world_from_outside() or World()
+    if world.size != tp_size * dp_size:
+        raise ValueError(
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
+            f"but {world.size} ranks were started"
+        )
+    if device_type == "cuda":
+        if torch.cuda.device_count() < world.local_size:
+            raise ValueError(
+                f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
+                f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
+            )
+        torch.cuda.set_device(world.local_rank)
+    if world.size == 1:
+        return ParallelContext()
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
+    mesh = init_device_mesh(device_type, (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
+    return ParallelContext(
+        tp_rank=mesh.get_local_rank("tensor"),
+        tp_size=tp_size,
+        dp_rank=mesh.get_local_rank("data"),
+        dp_size=dp_size,
+        tp_group=mesh.get_group("tensor"),
+        dp_group=mesh.get_group("data"),
+        tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
+        pad_heads=pad_heads,
+    )
+
+
+def agree(action: Callable[[], T], context: ParallelContext) -> T:
+    """Run `action()` on every rank; if it fails on any, raise the error of the lowest such rank on all ranks.
+
+    Raises:
+        CheckpointError: `action` has raised a ValueError or an OSError on some rank.
+
+    Communicates:
+        all-gathers of one short text over all ranks.
+    """
+    result, problem = None, None
+    try:
+        result = action()
+    except (ValueError, OSError) as error:
+        problem = f"{error}"
+    problem = next((text for text in gather(problem, context) if text is not None), None)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result
+
+
+def gather(item: T, context: ParallelContext) -> list[T]:
+    """All-gather a small item; returns those of all ranks, ordered by rank.
+
+    Communicates:
+        one object per rank over the world.
+    """
+    items = [item] * (context.tp_size * context.dp_size)
+    if len(items) > 1:
+        dist.all_gather_object(items, item)
+    return items
