@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from lmscale.config import TransformerConfig
@@ -75,16 +74,8 @@ def test_figure_7_at_full_size_uses_the_papers_recipe_for_both_orders(model: str
     assert (run.name, sizes.norm_order, run.trainer.max_steps) == (f"fig7_{model}_{order}", order, 2_000_000)
 
 
-@pytest.mark.parametrize("model", GROUPS["model"])
-@pytest.mark.parametrize(  # one of each base and size
-    "recipe",
-    [
-        *("gpt_tiny", "bert_3.9b"),
-        pytest.param("bert_tiny", marks=pytest.mark.slow),
-        pytest.param("gpt_8.3b", marks=pytest.mark.slow),
-    ],
-)
-def test_every_model_composes_with_every_kind_of_recipe(model: str, recipe: str) -> None:
+@pytest.mark.parametrize(("model", "recipe"), [("gpt_8.3b", "bert_tiny"), ("bert_3.9b", "gpt_tiny")])
+def test_a_model_composes_with_the_recipe_of_another_one(model: str, recipe: str) -> None:
     run, sizes = build(compose_train(f"model={model}", f"recipe={recipe}"))
     assert run.name == model
     assert run.data.seq_length == sizes.max_position_embeddings
@@ -119,12 +110,6 @@ def test_every_choice_of_a_preparation_builds_its_typed_configuration(group: str
     with initialize_config_dir(str(CONF), version_base="1.3"):
         composed = compose("prepare_data", [f"{group}={choice}", "output=out", *needs])
     PrepareConfig.from_dict(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-
-
-@pytest.mark.parametrize(("entry_point", "group"), [("train", "sweep"), ("train", "fidelity"), ("finetune", "sweep")])
-def test_an_unknown_sweep_or_fidelity_is_refused(entry_point: str, group: str) -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"), pytest.raises(MissingConfigException):
-        compose(entry_point, [f"{group}=other"])
 
 
 def test_every_model_has_the_recipe_of_its_name() -> None:
@@ -181,11 +166,8 @@ def test_the_command_line_overrides_the_recipe() -> None:
     assert (run.schedule.decay, run.precision.dtype, run.optimizer.lr) == ("linear", "fp16", 3e-4)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=[] if m in ("gpt_355m", "bert_336m") else [pytest.mark.slow]) for m in GROUPS["model"]],
-)
-def test_every_fidelity_composes_with_every_model_and_its_recipe(model: str) -> None:
+@pytest.mark.parametrize("model", ["gpt_355m", "bert_336m"])
+def test_every_fidelity_composes_with_a_model_and_its_recipe(model: str) -> None:
     recipes = set()
     for word in OWN_GROUPS["train"]["fidelity"]:
         run, _ = build(compose_train(f"model={model}", f"fidelity={word}"))
@@ -204,12 +186,6 @@ def test_the_command_line_overrides_the_fidelity() -> None:
     run, sizes = build(compose_train(*given, "fidelity=megatron_v1"))
     assert (run.schedule.formula, sizes.gelu_form, run.dropout_seeds) == ("paper", "tanh", "unique")
     assert (run.loss_reduction, run.fidelity) == ("mean_of_means", "megatron_v1")
-
-
-@pytest.mark.parametrize("key", ["fidelity", "dropout_seeds", "loss_reduction", "kernels"])
-def test_an_unknown_choice_is_refused_in_one_line(key: str) -> None:
-    with pytest.raises(ValueError, match=f"`{key}` must be one of .*, but is 'other'"):
-        build(compose_train() | {key: "other"})
 
 
 def test_the_decay_ends_with_the_run_by_default() -> None:

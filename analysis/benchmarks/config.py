@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmscale.config import Recompute, TransformerConfig
-from lmscale.config.checks import require_positive
+from lmscale.config.checks import AboveZero, Accelerator, AtLeastZero, Checked, Positive, Seed
 from lmscale.config.from_dict import build, keys_of, to_plain
 from lmscale.config.model import FLOAT8_MULTIPLE, ModelConfig
 from lmscale.config.training import PrecisionConfig
@@ -17,7 +17,7 @@ FILE_PEERS = {"file_eager", "file_compiled"}
 
 
 @dataclass(frozen=True)
-class BenchConfig:
+class BenchConfig(Checked):
     """One comparison.
 
     Args:
@@ -41,45 +41,32 @@ class BenchConfig:
 
     model: dict
     precision: PrecisionConfig
-    micro_batch_size: int
+    micro_batch_size: Positive
     peers: list = field(default_factory=lambda: ["hf_compiled"])
     file: str | None = None
-    seq_length: int | None = None
+    seq_length: Positive | None = None
     compiles: bool = True
     cuda_graphs: bool = False
-    peak_tflops_per_s: float | None = None
-    steps_per_round: int = 3
-    rounds: int = 5
-    warm_up_steps: int = 2
-    lr: float = 1e-4
-    max_loss_difference: float = 0.02
-    seed: int = 1234
-    accelerator: str = "auto"
-    num_threads: int | None = None
+    peak_tflops_per_s: AboveZero | None = None
+    steps_per_round: Positive = 3
+    rounds: Positive = 5
+    warm_up_steps: Positive = 2
+    lr: AboveZero = 1e-4
+    max_loss_difference: AtLeastZero = 0.02
+    seed: Seed = 1234
+    accelerator: Accelerator = "auto"
+    num_threads: Positive | None = None
     record: str | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "steps_per_round", "rounds", "warm_up_steps")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {self.seed!r}")
-        for name in ("seq_length", "num_threads"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
+        super().__post_init__()
         self._check_peers()
-        if self.accelerator not in ("auto", "cpu", "gpu"):
-            raise ValueError(f"`accelerator` must be one of auto, cpu, gpu, but is {self.accelerator!r}")
-        if not self.lr > 0:
-            raise ValueError(f"`lr` must be above 0, but is {self.lr!r}")
-        if not self.max_loss_difference >= 0:
-            raise ValueError(f"`max_loss_difference` must be at least 0, but is {self.max_loss_difference!r}")
         if self.precision.dtype not in ("fp32", "bf16", "fp8"):
             raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
         if "ours_bf16" in self.peers and self.precision.dtype != "fp8":
             raise ValueError(f"`precision` must be fp8 with the peer ours_bf16, but is {self.precision.dtype}")
         if self.cuda_graphs and not (self.compiles and self.precision.dtype in ("bf16", "fp8")):
             raise ValueError("`cuda_graphs` must be false unless compiles=true and precision=bf16 or fp8, but is true")
-        if self.peak_tflops_per_s is not None and not self.peak_tflops_per_s > 0:
-            raise ValueError(f"`peak_tflops_per_s` must be above 0, but is {self.peak_tflops_per_s!r}")
         config = self.transformer_config()
         if config.vocab_size < 2:  # transformers uses one id as padding
             raise ValueError(f"`model.vocab_size` must be at least 2, but is {config.vocab_size}")

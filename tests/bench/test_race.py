@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment, forked_too, refuse
+from entry_points import REPOSITORY, environment, refuse
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
@@ -168,7 +168,6 @@ def test_our_step_trains() -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-@forked_too
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -207,8 +206,8 @@ def test_our_step_trains() -> None:
         ),
     ],
 )
-def test_an_error_is_one_line_and_exit_code_2(changes: list[str], message: str, forked: bool) -> None:
-    done = refuse(REPOSITORY / "analysis" / "benchmarks" / "bench.py", *changes, forked=forked)
+def test_an_error_is_one_line_and_exit_code_2(changes: list[str], message: str) -> None:
+    done = refuse(REPOSITORY / "analysis" / "benchmarks" / "bench.py", *changes)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and message in done.stderr
     assert done.stderr.count("\n") == 1
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import warm
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -34,12 +33,6 @@ TINY = (
 )
 
 
-# A refused command is checked in this process, which takes half the time, and in a slow test in a process of its own.
-forked_too = pytest.mark.parametrize(
-    "forked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "forked"]
-)
-
-
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment without variables set by other launchers."""
     prefixes = ("TORCHELASTIC", "SLURM_", "OMPI_", "PMI_", "PL_TRAINER_")
@@ -60,15 +53,11 @@ def train(*overrides: str, launcher: tuple[str, ...] = (), **changes: str) -> su
     )
 
 
-def refuse(
-    script: str | Path, *overrides: str, forked: bool, cwd: Path = REPOSITORY, **changes: str
-) -> subprocess.CompletedProcess:
-    """Run a command that is refused, in a process of its own or in this one, and capture its output.
+def refuse(script: str | Path, *overrides: str, cwd: Path = REPOSITORY, **changes: str) -> subprocess.CompletedProcess:
+    """Run a command that ends before ranks start in this process, and capture its output.
 
-    In this process, output of libraries that keep their own reference to standard error is not captured.
+    Output of libraries that keep their own reference to standard error is not captured.
     """
-    if forked:
-        return warm.run([str(script), *overrides], cwd, environment(**changes), timeout=300)
     out, err, handlers, code = io.StringIO(), io.StringIO(), logging.root.handlers[:], 0
     with (
         contextlib.chdir(cwd),

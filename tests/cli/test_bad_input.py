@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import pytest
-from entry_points import REPOSITORY, TINY, environment, forked_too, only_line, refuse, slurm_task, train
+from entry_points import REPOSITORY, TINY, environment, only_line, refuse, slurm_task, train
 
 from lmscale.cli.errors import exit_with
 from lmscale.models.later_placements import PLACEMENTS
@@ -38,9 +38,7 @@ BAD = {
         ["model=gpt2"],
         "but is 'gpt2'; import one of Hugging Face: python src/convert.py source=",
     ),
-    "a model of the hub": (["model=google-bert/bert-base-cased"], "`model` must be one of bert_1.3b, bert_3.9b"),
     "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
-    "unknown precision": (["precision=fp4"], "`precision` must be one of"),
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
     "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
     "unknown key": (["trainer.max_stps=3"], "key or group of the configuration; did you mean `trainer.max_steps`?"),
@@ -84,17 +82,14 @@ BAD = {
     ),
     "a switch for a checkpoint": (
         ["resume=true"],
-        "`resume` must be none, auto or the path of a checkpoint, but is True; did you mean `auto`?",
+        "`resume` must be none, auto or the path of a checkpoint, but is true; did you mean `auto`?",
     ),
     "no checkpoint at all": (
         ["resume=null"],
-        "`resume` must be none, auto or the path of a checkpoint, but is None; did you mean `none`?",
+        "`resume` must be none, auto or the path of a checkpoint, but is null; did you mean `none`?",
     ),
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "type": (["trainer.max_steps=many"], "`trainer.max_steps` must be a whole number, but is 'many'"),
-    "type of a size": (["model.hidden_size=1e9x"], "`model.hidden_size` must be a whole number, but is '1e9x'"),
-    "type of a switch or auto": (["compile=1"], "`compile` must be true or false or auto, but is 1"),
-    "type of a switch": (["deterministic=maybe"], "`deterministic` must be true or false, but is 'maybe'"),
     "a name that is a number": (
         ["name=1E234"],
         """`name` must be text, but is 1e+234; quotes make it text: 'name="..."'""",
@@ -103,7 +98,7 @@ BAD = {
         ["data=local", "data.path=2024"],
         """text or a group of keys or null, but is 2024; quotes make it text: 'data.path="..."'""",
     ),
-    "no such layout": (["parallel.tp_size=two"], "must be auto or a whole number of at least 1, but is 'two'"),
+    "no such layout": (["parallel.tp_size=two"], "must be a whole number or auto, but is 'two'"),
     "nothing masked": (
         ["model=bert_tiny", "data.mask_probability=0"],
         "`data.mask_probability` must be above 0, but is 0",
@@ -113,7 +108,6 @@ BAD = {
         ["global_batch_size=5"],
         "`global_batch_size` must be a multiple of `micro_batch_size` x `parallel.dp_size` (2 x 1), but is 5",
     ),
-    "batch and ranks": (["parallel.dp_size=3"], "(2 x 3), but is 4"),
     "sequence": (
         ["data.seq_length=129"],
         "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
@@ -126,7 +120,6 @@ BAD = {
         ["model.attention=cudnn"],
         "`model.attention` must be one of sdpa, flash, efficient, exact, auto, but is 'cudnn'",
     ),
-    "dropout": (["model.hidden_dropout=1.5"], "`model.hidden_dropout` must be at least 0 and below 1, but is 1.5"),
     "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
     "no path": (["data=local"], "`data.path` must be given"),
     "missing corpus": (
@@ -137,7 +130,10 @@ BAD = {
         ["resume=no/such/run"],
         "`resume` must be none, auto or the path of a checkpoint, but 'no/such/run' does not exist",
     ),
-    "resume from an empty name": (["resume="], "`resume` must be none, auto or the path of a checkpoint, but is ''"),
+    "resume from an empty name": (
+        ["resume="],
+        "`resume.path` must be none, auto or the path of a checkpoint, but is ''",
+    ),
     "validation": (["trainer.num_validation_samples=999999"], "`trainer.num_validation_samples` must be at most"),
     "gpu": (
         ["trainer.accelerator=gpu"],
@@ -162,9 +158,6 @@ BAD = {
         "GiB free on this host, but is 100,000,000,000",
     ),
     "no steps": (["trainer.max_steps=0"], "`trainer.max_steps` must be a whole number of at least 1, but is 0"),
-    "no layers": (["model.num_layers=0"], "`model.num_layers` must be a whole number of at least 1, but is 0"),
-    "nothing kept": (["checkpoint.keep_last=0"], "`checkpoint.keep_last` must be a whole number of at least 1"),
-    "no tokens": (["data.seq_length=0"], "`data.seq_length` must be a whole number of at least 1, but is 0"),
     "a stop after the end": (
         ["trainer.stop_after_steps=4"],
         "`trainer.stop_after_steps` must be at most `trainer.max_steps` (3), but is 4",
@@ -173,7 +166,6 @@ BAD = {
         ["parallel.timeout_minutes=1e30"],
         "`parallel.timeout_minutes` must be at least 0.0167 (a second) and at most 10080 (a week), but is 1e+30",
     ),
-    "no time at all": (["parallel.timeout_minutes=1e-9"], "(a week), but is 1e-09"),
     "warm-up": (
         ["schedule.formula=megatron_v1", "schedule.warmup_steps=2"],
         "`schedule.warmup_steps` must be at most half of `schedule.decay_steps` (3) with formula megatron_v1, but is 2",
@@ -188,9 +180,8 @@ BAD = {
 }
 
 
-@forked_too
 @pytest.mark.parametrize("case", BAD)
-def test_an_error_is_one_line_and_exit_code_2(case, forked, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     import torch
 
     if case == "gpu" and torch.cuda.is_available():
@@ -201,7 +192,7 @@ def test_an_error_is_one_line_and_exit_code_2(case, forked, tmp_path) -> None:
     groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
     tiny = [o for o in TINY if not o.startswith(groups)]
     script = REPOSITORY / "src" / "train.py"
-    done = refuse(script, *tiny, f"hydra.run.dir={tmp_path}/run", *overrides, forked=forked)
+    done = refuse(script, *tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert done.stdout == ""
@@ -252,7 +243,7 @@ def test_a_world_size_that_differs_from_the_layout_is_refused(tmp_path) -> None:
 def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> None:
     names = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "1"}
     names |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    done = refuse(REPOSITORY / "src" / "train.py", *TINY, f"hydra.run.dir={tmp_path}", forked=False, **names)
+    done = refuse(REPOSITORY / "src" / "train.py", *TINY, f"hydra.run.dir={tmp_path}", **names)
     assert done.returncode == 2
     assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
 
@@ -288,7 +279,7 @@ def test_an_invalid_size_is_refused_before_torch_is_imported(tmp_path, overrides
     ],
 )
 def test_wrong_variables_of_a_launcher_are_refused(tmp_path, script, changes, message) -> None:
-    done = refuse(REPOSITORY / script, f"hydra.run.dir={tmp_path}/run", forked=False, **changes)
+    done = refuse(REPOSITORY / script, f"hydra.run.dir={tmp_path}/run", **changes)
     assert done.returncode == 2 and message in only_line(done.stderr)
     assert not (tmp_path / "run").exists()
 
@@ -317,7 +308,7 @@ def test_the_ranks_are_known_before_lightning_is_imported(
 ) -> None:
     for name in (first, "finetune.finetuning"):
         monkeypatch.setitem(sys.modules, f"lmscale.{name}", Imported(name))
-    done = refuse(REPOSITORY / script, *overrides, f"hydra.run.dir={tmp_path}/run", forked=False, **changes)
+    done = refuse(REPOSITORY / script, *overrides, f"hydra.run.dir={tmp_path}/run", **changes)
     assert done.returncode == 2 and only_line(done.stderr) == f"error: RANK is '{rank}', LOCAL_RANK '{rank}'"
 
 
@@ -425,13 +416,12 @@ def test_an_error_of_the_system_without_a_file_is_told_without_one(error, messag
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-@forked_too
 @pytest.mark.parametrize("options", [(), ("-m", "seed=1")], ids=["run", "sweep"])
-def test_an_interpolation_in_the_name_of_the_run_folder_is_refused_in_one_line(tmp_path, options, forked) -> None:
+def test_an_interpolation_in_the_name_of_the_run_folder_is_refused_in_one_line(tmp_path, options) -> None:
     """Hydra creates the folder of the name as it is, and resolves the name later."""
     key = "hydra.sweep.dir" if options else "hydra.run.dir"
     word = key + r"=runs/d\${x}y"
-    done = refuse(REPOSITORY / "src" / "train.py", *options, word, forked=forked, cwd=tmp_path)
+    done = refuse(REPOSITORY / "src" / "train.py", *options, word, cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"`{key}` must not have ${{ in it, but is " in done.stderr and "d${x}y" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment
+from entry_points import REPOSITORY, environment, refuse
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from lmscale.checkpoint import CheckpointReader, read_metadata
@@ -90,16 +90,8 @@ class _Evil:
 
 WRONG_VALUES = {
     "an unknown key": ({"tpsize": 2}, "`tpsize` is not a known key"),
-    "a wrong type": ({"tp_size": "two"}, "`tp_size` must be a whole number, but is 'two'"),
-    "no ranks": ({"tp_size": 0}, "`tp_size` must be a whole number of at least 1, but is 0"),
-    "no padding": ({"vocab_multiple": 0}, "`vocab_multiple` must be a whole number of at least 1, but is 0"),
-    "an unknown format": ({"format": "onnx"}, "`format` must be one of lmscale, hugging_face, but is 'onnx'"),
-    "an unknown type": ({"dtype": "int8"}, "`dtype` must be one of fp32, bf16, fp16, but is 'int8'"),
     "a type that ours never has": ({"dtype": "bf16"}, "`dtype` must be left alone with format=lmscale"),
     "a key of ours": ({"format": "hugging_face", "tp_size": 2}, "`tp_size` must be left alone"),
-    "a key of theirs": ({"max_file_gb": 2}, "`max_file_gb` must be left alone with format=lmscale, but is 2"),
-    "no file size": ({"max_file_gb": 0}, "`max_file_gb` must be above 0, but is 0"),
-    "no seed": ({"seed": -1}, "`seed` must be at least 0 and below 2^63, but is -1"),
 }
 
 
@@ -114,6 +106,10 @@ def test_an_invalid_value_is_refused_before_torch_is_imported(mistake: str) -> N
 MISTAKES = {
     "a missing target": (["source=x"], "`target` must be given"),
     "an unknown key": (["tpsize=2", "target=target"], "`tpsize` is not a known key or group of the configuration"),
+    "a push without network": (
+        ["source=.", "target=target", "format=hugging_face", "push_to_hub=me/gpt"],
+        "`push_to_hub` must be null without a network and a login (hf auth login), but is me/gpt: ",
+    ),
     "no source": (["source=nowhere", "target=target"], "`source` must be a checkpoint, a run folder or"),
     "ranks that do not divide": (
         ["source=${published}", "target=target", "tp_size=3"],
@@ -129,7 +125,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_an_error_is_one_line_and_nothing_is_written(published, tmp_path, mistake: str) -> None:
     overrides, message = MISTAKES[mistake]
-    done = convert(*(override.replace("${published}", str(published)) for override in overrides), cwd=tmp_path)
+    words = (override.replace("${published}", str(published)) for override in overrides)
+    done = refuse(REPOSITORY / "src" / "convert.py", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []

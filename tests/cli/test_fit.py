@@ -18,7 +18,7 @@ def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, mon
     monkeypatch.setattr(fit, "host_memory_available", lambda: 20 * 10**9)
     start = time.process_time()
     options = ("model=bert_3.9b", "trainer.accelerator=cpu", "micro_batch_size=1")
-    done = refuse("src/train.py", *options, *overrides, f"hydra.run.dir={tmp_path}", forked=False)
+    done = refuse("src/train.py", *options, *overrides, f"hydra.run.dir={tmp_path}")
     assert time.process_time() - start < 15
     line = only_line(done.stderr)
     assert done.returncode == 2
@@ -53,7 +53,7 @@ def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, mon
 def test_a_refused_run_names_the_layout_that_fits(tmp_path, monkeypatch, overrides, free_gib, way_out) -> None:
     monkeypatch.setattr(fit, "host_memory_available", lambda: free_gib * 2**30)
     words = ("model=gpt_2.5b", "trainer.accelerator=cpu", *overrides, f"hydra.run.dir={tmp_path}/run")
-    line = only_line(refuse("src/train.py", *words, forked=False).stderr)
+    line = only_line(refuse("src/train.py", *words).stderr)
     assert f"which has {free_gib * 2**30:,} bytes ({free_gib}.0 GiB) free; {way_out}" in line
     assert line.endswith(way_out) or "need less" in line.split(way_out)[1]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, environment, forked_too, refuse
+from entry_points import REPOSITORY, environment, refuse
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -255,23 +255,18 @@ MISTAKES = {
         ["ckpt=${bare}", "tokenizer.path=${published}", "prompt=a"],
         "the tokenizer must be that of the checkpoint, whose model has 5000 ids, but it has 296",
     ),
-    "BERT's tokenizer": (["ckpt=x", "prompt=a", "tokenizer=bert"], "`tokenizer` must be gpt2, or left alone for the"),
+    "BERT's tokenizer": (["ckpt=x", "prompt=a", "tokenizer=bert"], "`tokenizer.kind` must be gpt2 or null, but is"),
     "prompt and file": (["ckpt=${published}", "prompt=a", "file=b"], "`prompt` must be given, or `file`, or"),
     "no prompt": (
         ["ckpt=${published}"],
         "`prompt` must be given, or `file`, or interactive=true, and one of them, but n",
     ),
     "a file that is not there": (["ckpt=${published}", "file=none.txt"], "`file` must be a file that can be read, but"),
-    "top_p above 1": (["ckpt=x", "prompt=a", "top_p=1.5"], "`top_p` must be above 0 and at most 1, but is 1.5"),
-    "top_p of 0": (["ckpt=x", "prompt=a", "top_p=0"], "`top_p` must be above 0 and at most 1, but is 0"),
-    "top_k of 0": (["ckpt=x", "prompt=a", "top_k=0"], "`top_k` must be a whole number of at least 1, but is 0"),
     "a negative temperature": (
         ["ckpt=x", "prompt=a", "temperature=-1"],
         "`temperature` must be 0 or at least 0.0001, but is -1",
     ),
     "top_k without draws": (["ckpt=x", "prompt=a", "temperature=0", "top_k=3"], "`top_k` must be left alone with temp"),
-    "an infinite temperature": (["ckpt=x", "prompt=a", "temperature=inf"], "`temperature` must be a finite number"),
-    "a seed below 0": (["ckpt=x", "prompt=a", "seed=-1"], "`seed` must be at least 0 and below 2^63, but is -1"),
     "a long prompt": (
         ["ckpt=${published}", "prompt=" + "x" * 64],
         "prompt: a prompt must be shorter than the model's positions (64), but is 64 tokens",
@@ -290,15 +285,14 @@ MISTAKES = {
 }
 
 
-@forked_too
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str, forked: bool) -> None:
+def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str) -> None:
     overrides, message = MISTAKES[mistake]
     names = {"published": published, "bert": bert, "bare": bare}
     for name, path in names.items():
         overrides = [override.replace(f"${{{name}}}", str(path)) for override in overrides]
         message = message.replace(f"${{{name}}}", str(path))
-    done = refuse(SCRIPT, *overrides, forked=forked, cwd=tmp_path)
+    done = refuse(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []

@@ -1,9 +1,7 @@
 """`--help`, wrong options and misspelled keys: what a user reads before the first run."""
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from entry_points import REPOSITORY, TINY, environment, refuse
@@ -11,15 +9,8 @@ from entry_points import REPOSITORY, TINY, environment, refuse
 from lmscale.cli.reference import ENTRY_POINTS
 
 
-def script(*command: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(REPOSITORY / command[0]), *command[1:]],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def script(*command: str) -> subprocess.CompletedProcess:
+    return refuse(REPOSITORY / command[0], *command[1:])
 
 
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
@@ -38,13 +29,12 @@ def test_help_fits_a_screen_and_has_examples_groups_and_keys(entry_point) -> Non
     ("option", "message"),
     [
         (("--model", "x"), "error: keys are given without dashes, as in model=VALUE, but there is --model; see --help"),
-        (("--model=x",), "error: keys are given without dashes, as in model=VALUE, but there is --model=x; see --help"),
         (
             ("--config-dir",),
             "error: the options must be Hydra's (--hydra-help), but argument --config-dir/-cd: expected",
         ),
     ],
-    ids=["a key with dashes", "with its value", "an option of Hydra's without its value"],
+    ids=["a key with dashes", "an option of Hydra's without its value"],
 )
 def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
     done = script("src/train.py", *option)
@@ -63,7 +53,7 @@ def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
     ],
 )
 def test_options_of_hydra_may_stand_between_keys(words, printed) -> None:
-    done = refuse(REPOSITORY / "src" / "train.py", *words, forked=False)
+    done = refuse(REPOSITORY / "src" / "train.py", *words)
     assert done.returncode == 0 and done.stderr == "" and printed in done.stdout
 
 
@@ -80,7 +70,7 @@ def test_options_of_hydra_may_stand_between_keys(words, printed) -> None:
 )
 def test_wrong_options_of_hydra_between_keys_get_one_line(words, message, tmp_path) -> None:
     folder = f"hydra.sweep.dir={tmp_path}" if "-m" in words else f"hydra.run.dir={tmp_path}"
-    done = refuse(REPOSITORY / "src" / "train.py", *words, folder, forked=False)
+    done = refuse(REPOSITORY / "src" / "train.py", *words, folder)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1, done.stderr
 
@@ -91,13 +81,10 @@ def test_wrong_options_of_hydra_between_keys_get_one_line(words, message, tmp_pa
         (("src/train.py", "max_stps=3"), "trainer.max_steps"),
         (("src/train.py", "+trainer.max_step=3"), "trainer.max_steps"),
         (("src/train.py", "model.norm_order=pree"), "pre"),
-        (("src/train.py", "model.recompute=selectiv"), "selective"),
-        (("src/train.py", "loss_reduction=tokenmean"), "token_mean"),
         (("src/train.py", "precision=bf61"), "bf16"),
         (("src/train.py", "sweep=norm_ordr"), "norm_order"),
         (("finetune/run.py", "swep=five_seeds"), "sweep"),
         (("finetune/run.py", "task=mnly"), "mnli"),
-        (("finetune/run.py", "task=qpq"), "qqp"),
         (("src/convert.py", "source=a", "target=b", "format=huggingface"), "hugging_face"),
         (("src/prepare_data.py", "dedup=papr"), "paper"),
         (("src/plan.py", "cluster=h10"), "h100"),
@@ -134,7 +121,7 @@ def test_a_bare_plan_answers() -> None:
     assert done.stderr.startswith("note: without keys this is model=gpt_8.3b ")
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("--cfg", "job")], ids=["plan", "help", "cfg"])
+@pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job")], ids=["help", "cfg"])
 def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments) -> None:
     process = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "src" / "plan.py"), *arguments],
@@ -146,7 +133,7 @@ def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments) -> 
     process.stdout.close()
     stderr = process.stderr.read()
     assert process.wait(60) == 141
-    assert not re.sub(r"^note: .*\n", "", stderr)
+    assert not stderr
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,10 @@ def test_the_run_is_checked_with_its_own_keys(folder) -> None:
     )
     (folder / ".hydra" / "overrides.yaml").write_text("- model=bert_tiny\n- global_batch_size=5\n", encoding="utf-8")
     train = REPOSITORY / "src" / "train.py"
-    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto", forked=False)
+    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto")
     assert done.returncode == 2
     assert done.stderr.startswith("error: `global_batch_size` must be a multiple") and "but is 5" in done.stderr
     (folder / ".hydra" / "overrides.yaml").write_text("- [", encoding="utf-8")
-    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto", forked=False)
+    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"error: the keys of the run in {folder} cannot be read")

@@ -111,14 +111,20 @@ def test_json_has_the_exact_counts_of_the_paper_configuration() -> None:
     }
 
 
-@pytest.mark.parametrize("cluster", ["dgx2h_v100", "dgx_a100", "h100", "h200", "cpu"])
-def test_every_cluster_plans_a_small_model(cluster: str) -> None:
-    answer = planned(
-        f"cluster={cluster}", "model=bert_336m", "precision=fp32", "num_devices=2", "parallel.dp_size=auto"
-    )
-    assert answer["cluster"] == cluster
-    assert answer["layout"]["num_devices"] == 2
-    assert 0 < answer["mfu"] < 1
+@pytest.mark.parametrize(
+    ("cluster", "constants"),
+    [(name, "fitted to published step times") for name in ("dgx2h_v100", "dgx_a100", "h100")]
+    + [("h200", "carried over from another machine"), ("cpu", "from measurements of such a machine")],
+)
+def test_every_cluster_plans_a_model_and_says_how_far_its_times_are_to_be_trusted(cluster, constants) -> None:
+    job = ["model=gpt_355m", f"cluster={cluster}", "num_devices=2", "precision=fp32"]
+    answer = planned(*job)
+    assert (answer["cluster"], answer["layout"]["num_devices"]) == (cluster, 2) and 0 < answer["mfu"] < 1
+    error = answer["expected_error"]
+    assert "times as long" in error and planned(*job, "best=true")["fitting"][0]["expected_error"] == error
+    for output in (printed(*job), printed(*job, "best=true")):
+        assert output.count("constants") == 1 and f"modelled; constants {constants}" in output
+        assert output.count(f"  expected error: {error}\n") == 1
 
 
 def test_a_training_command_line_is_planned_unchanged() -> None:
@@ -183,7 +189,7 @@ def test_the_operations_of_a_step_are_printed_on_request() -> None:
 
 @pytest.mark.parametrize("override", ["data=indexed", "tokenizer=gpt2", "data.path=FOLDER", "resume=auto"])
 def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> None:
-    done = refuse("src/plan.py", "model=gpt_355m", override, forked=False)
+    done = refuse("src/plan.py", "model=gpt_355m", override)
     key = override.partition("=")[0]
     reason = "src/train.py has it, src/plan.py does not: leave it out"
     expected = f"error: `{key}` is not a known key or group of the configuration; {reason}\n"
@@ -193,7 +199,6 @@ def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> 
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["cluster=dgx3"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'dgx3'"),
         (
             ["cluster=a100"],
             "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'a100'; did you mean `dgx_a100`?",
@@ -203,9 +208,7 @@ def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> 
             "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path=FILE for a file of your "
             "own, but is conf/cluster/h100.yaml",
         ),
-        (["cluster=/no/my.yaml"], "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path="),
         (["cluster.color=red"], "`cluster.color` is not a known key"),
-        (["parallel.tp_size=3"], "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is 32"),
         (
             ["-m", "model=gpt_1.2b", "top=1,0"],
             "job 1 of the sweep (model=gpt_1.2b top=0): `top` must be a whole number",
@@ -214,7 +217,7 @@ def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> 
 )
 def test_an_error_is_one_line_and_exit_code_2(overrides, words, tmp_path) -> None:
     folder = [f"hydra.sweep.dir={tmp_path}"] if "-m" in overrides else []
-    done = cold("src/plan.py", *overrides, *folder)
+    done = refuse("src/plan.py", *overrides, *folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: {words}") and done.stderr.count("\n") == 1
 
@@ -244,26 +247,6 @@ def test_a_plan_says_that_it_counts_all_data_parallel_messages() -> None:
     job = ["model=gpt_355m", "cluster=h100"]
     assert remark in printed(*job, "num_devices=2")
     assert remark not in printed(*job, "num_devices=1")
-
-
-@pytest.mark.parametrize("cluster", ["dgx2h_v100", "h100", "cpu"])
-def test_a_plan_and_a_ranking_print_the_expected_error_of_their_times(cluster: str) -> None:
-    job = ["model=gpt_355m", f"cluster={cluster}", "num_devices=2", "precision=fp32"]
-    error = planned(*job)["expected_error"]
-    assert "times as long" in error and planned(*job, "best=true")["fitting"][0]["expected_error"] == error
-    for output in (printed(*job), printed(*job, "best=true")):
-        assert output.count(f"  expected error: {error}\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("cluster", "constants"),
-    [(name, "fitted to published step times") for name in ("dgx2h_v100", "dgx_a100", "h100")]
-    + [("h200", "carried over from another machine"), ("cpu", "from measurements of such a machine")],
-)
-def test_a_plan_and_a_ranking_say_where_the_constants_come_from(cluster: str, constants: str) -> None:
-    job = ["model=gpt_355m", f"cluster={cluster}", "num_devices=2", "precision=fp32"]
-    for output in (printed(*job), printed(*job, "best=true")):
-        assert output.count("constants") == 1 and f"modelled; constants {constants}" in output
 
 
 def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:

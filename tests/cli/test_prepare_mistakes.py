@@ -3,14 +3,13 @@
 import shutil
 
 import pytest
-from entry_points import REPOSITORY, forked_too, refuse
+from entry_points import REPOSITORY, refuse
 from preparing import SMALL, digests, passages, prepare, write_lines
 
 BAD = {
     "no such file": (["sources.local.path=/nowhere"], "must exist, but /nowhere"),
     "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
     "books for gpt": (["corpus=bookscorpus"], "is for bert only"),
-    "jaccard": (["dedup.jaccard=1.5"], "`dedup.jaccard` must be above 0 and at most 1, but is 1.5"),
     "unknown key": (["sources.local.pth=x"], "`sources.local.pth` is not a known key"),
     "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
@@ -21,15 +20,14 @@ BAD = {
 }
 
 
-@forked_too
 @pytest.mark.parametrize("name", BAD)
-def test_an_error_is_one_line_and_exit_code_2(name, forked, tmp_path) -> None:
+def test_an_error_is_one_line_and_exit_code_2(name, tmp_path) -> None:
     more, message = BAD[name]
     local = write_lines(tmp_path / "a.jsonl", ["some text"])
     given = {override.split("=")[0] for override in more}
     base = [f"sources.local.path={local}"] if not given & {"corpus", "sources.local.path"} else []
     base += [option for option in SMALL if "tokenizer" not in given or not option.startswith("tokenizer")]
-    done = refuse(REPOSITORY / "src" / "prepare_data.py", *base, f"output={tmp_path / 'out'}", *more, forked=forked)
+    done = refuse(REPOSITORY / "src" / "prepare_data.py", *base, f"output={tmp_path / 'out'}", *more)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and message in done.stderr
     assert not (tmp_path / "out" / "manifest.json").exists()

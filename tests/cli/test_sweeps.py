@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from entry_points import REPOSITORY, TINY, forked_too, refuse, slurm_task, train
+from entry_points import REPOSITORY, TINY, refuse, slurm_task, train
 from omegaconf import OmegaConf
 from test_runs import losses
 
@@ -55,7 +55,6 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     assert [before, after] == pytest.approx([parts[0] + parts[2], parts[1] + parts[3]], abs=2e-4)
 
 
-@forked_too
 @pytest.mark.parametrize(
     ("sweep", "message"),
     [
@@ -88,8 +87,8 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
     ],
     ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "folder", "type"],
 )
-def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message, forked) -> None:
-    done = refuse(REPOSITORY / "src" / "train.py", "-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep", forked=forked)
+def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message) -> None:
+    done = refuse(REPOSITORY / "src" / "train.py", "-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith(f"error: {message}") and len(done.stderr.splitlines()) == 1
     assert not Path(tmp_path / "sweep").exists()
@@ -107,7 +106,7 @@ def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
 
 @pytest.mark.parametrize("sweep", ["-m", "sweep=model_size"])
 def test_a_sweep_is_refused_where_a_folder_of_one_run_is_given(tmp_path, sweep) -> None:
-    done = refuse(REPOSITORY / "src" / "train.py", sweep, "seed=two", "hydra.run.dir=mine", forked=False, cwd=tmp_path)
+    done = refuse(REPOSITORY / "src" / "train.py", sweep, "seed=two", "hydra.run.dir=mine", cwd=tmp_path)
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     assert (
         done.stderr
@@ -117,7 +116,7 @@ def test_a_sweep_is_refused_where_a_folder_of_one_run_is_given(tmp_path, sweep) 
 
 def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
     overrides = ("-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path}/sweep")
-    done = refuse(REPOSITORY / "src" / "train.py", *overrides, forked=False, **slurm_task(0, "29500"))
+    done = refuse(REPOSITORY / "src" / "train.py", *overrides, **slurm_task(0, "29500"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: a -m sweep must be started by one process, but Slurm's variables describe 2 ")
     assert not (tmp_path / "sweep").exists()
@@ -126,7 +125,7 @@ def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
 def test_a_sweep_of_plans_runs_in_a_batch_script_for_several_tasks() -> None:
     script = REPOSITORY / "src" / "plan.py"
     overrides = ("-m", "model=gpt_tiny,bert_tiny", "num_devices=1", "cluster=h100")
-    done = refuse(script, *overrides, forked=False, **slurm_task(0, "29500") | {"SLURM_STEP_ID": ""})
+    done = refuse(script, *overrides, **slurm_task(0, "29500") | {"SLURM_STEP_ID": ""})
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
-from entry_points import REPOSITORY, TINY, environment, forked_too, refuse, slurm_task, train
+from entry_points import REPOSITORY, TINY, environment, refuse, slurm_task, train
 from ranks import free_ports
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
@@ -228,7 +228,6 @@ def bad_inputs(folder: Path) -> Path:
     return folder
 
 
-@forked_too
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -240,18 +239,14 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "ckpt=no_tokenizer"), "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER)"),
         ((*LAMBADA, "ckpt=wrong_tokenizer"), "the tokenizer must be that of the checkpoint, whose model has"),
         ((*LAMBADA, "ckpt=gpt2", "tokenizer=gpt2", "tokenizer.path=wrong_tokenizer"), "must be that of the checkpoint"),
-        ((*LAMBADA, "ckpt=gpt2", "tokenizer=bert"), "`tokenizer` must be gpt2, or left alone for the checkpoint's own"),
+        ((*LAMBADA, "ckpt=gpt2", "tokenizer=bert"), "`tokenizer.kind` must be gpt2 or null, but is 'bert'"),
         ((*LAMBADA, "ckpt=gpt2", "tokenizer.path=none"), "`tokenizer.path` must be a file or a folder"),
         ((*LAMBADA, "count_only=true"), "`tokenizer` must be given"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=none.jsonl"), "`task.path` must be a file that can be read"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=cut.jsonl"), "must have JSON on each line, but cut.jsonl, line 13"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must match the file"),
-        ((*LAMBADA, "ckpt=gpt2", "task.form=new"), "`task.form` must be one of openai, original, but is 'new'"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "tokens to read; task.truncate_left=true drops"),
         ((*LAMBADA, "ckpt=gpt2", "parallel.tp_size=3"), "`num_attention_heads` must be a multiple of `tp_size` (3)"),
-        ((*LAMBADA, "ckpt=gpt2", "parallel.dp_size=0"), "`parallel.dp_size` must be a whole number of at least 1"),
-        ((*LAMBADA, "ckpt=gpt2", "accelerator=tpu"), "`accelerator` must be one of auto, cpu, gpu"),
-        ((*LAMBADA, "ckpt=gpt2", "micro_batch_tokens=0"), "`micro_batch_tokens` must be a whole number of at least 1"),
         (
             (*LAMBADA, "ckpt=gpt2", "task.stride=3"),
             "`task.stride` needs task=wikitext103, but `task` is another choice",
@@ -281,8 +276,8 @@ def bad_inputs(folder: Path) -> Path:
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
     ],
 )
-def test_an_error_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str, forked: bool) -> None:
-    run = refuse(SCRIPT, *overrides, "hydra.run.dir=bad", forked=forked, cwd=bad_inputs)
+def test_an_error_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str) -> None:
+    run = refuse(SCRIPT, *overrides, "hydra.run.dir=bad", cwd=bad_inputs)
     assert run.returncode == 2, run.stderr
     assert run.stderr.startswith("error: ") and run.stderr.count("\n") == 1 and message in run.stderr
     assert run.stdout == "" and not (bad_inputs / "bad" / "record.json").exists()

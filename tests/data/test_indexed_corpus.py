@@ -295,14 +295,14 @@ def test_a_path_without_dataset_and_a_split_without_documents_raise(folder) -> N
     with pytest.raises(ValueError, match="must have documents for validation, but .*a_text_document has none"):
         opened(folder / "a_text_document", folder, split="1,0,0")
     for split in ("train", "1,2", "0,1,1", "1,-1,1"):
-        with pytest.raises(ValueError, match="`data.split` must be the shares"):
+        with pytest.raises(ValueError, match="`split` must be the shares"):
             DataConfig("indexed", 16, "x", split=split)
     for path in ({"x": 0}, {"x": -1.0}, {"x": "much"}, {"x": float("inf")}):
         with pytest.raises(ValueError, match="must give x a weight above 0"):
             DataConfig("indexed", 16, path, split="1,1,1")
-    with pytest.raises(ValueError, match="`data.path` must be one path unless `data` is indexed"):
+    with pytest.raises(ValueError, match="`path` must be one path unless `data` is indexed"):
         DataConfig("local", 16, {"x": 1})
-    with pytest.raises(ValueError, match="`data.path` must name a dataset when `data` is indexed"):
+    with pytest.raises(ValueError, match="`path` must be a file or folder when `data` is indexed"):
         DataConfig("indexed", 16, split="1,1,1")
 
 

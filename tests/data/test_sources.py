@@ -104,7 +104,7 @@ def test_errors_name_the_wrong_key(tmp_path) -> None:
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="`data.validation_path` must exist"):
         prepare_corpus(config, TRAINED, "gpt", None)
-    with pytest.raises(ValueError, match="`data.validation_path` must be null unless `data` is local"):
+    with pytest.raises(ValueError, match="`validation_path` must be null unless `data` is local"):
         DataConfig("embedded", 16, validation_path=str(tmp_path / "a.txt"))
     config = DataConfig("embedded", 16, cache_dir=str(tmp_path / "a.txt"))
     with pytest.raises(ValueError, match="`data.cache_dir` must be a folder"):

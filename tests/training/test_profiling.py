@@ -26,7 +26,7 @@ def test_another_profiler_is_refused(tmp_path) -> None:
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"max_steps": 9, "stop_after_steps": 5}])
 def test_a_run_that_ends_before_the_last_traced_step_is_refused(length: dict, tmp_path) -> None:
     name = list(length)[-1]
-    with pytest.raises(ValueError, match=f"`trainer.{name}` must be at least 6 with `trainer.profiler`, but is 5"):
+    with pytest.raises(ValueError, match=f"`{name}` must be at least 6 with `profiler`, but is 5"):
         TrainerConfig(**length, profiler="torch")
     assert TrainerConfig(**length).profiler is None
 

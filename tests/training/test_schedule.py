@@ -92,7 +92,7 @@ def test_a_minimum_rate_above_the_peak_is_refused() -> None:
 
 
 def test_megatron_v1_refuses_a_warmup_longer_than_half_the_run() -> None:
-    with pytest.raises(ValueError, match=r"`schedule.warmup_steps` must be at most half .* \(11\).* but is 6"):
+    with pytest.raises(ValueError, match=r"`warmup_steps` must be at most half .* \(11\).* but is 6"):
         ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")
 
 

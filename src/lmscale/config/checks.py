@@ -1,66 +1,152 @@
-"""Checks that several dataclasses share; `from_dict.build` puts the dotted key in place of the field's name."""
+"""What a field of a configuration may hold, said once, by its type; `Checked` refuses every other value.
 
+    lr: AtLeastZero
+    decay: Literal["cosine", "linear", "constant"]
+    tp_size: Literal["auto"] | Positive = 1
+
+Refusals have one form, "`name` must be RULE, but is VALUE"; `from_dict.build` puts the dotted key in place of the name.
+"""
+
+import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from operator import attrgetter
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-ACCELERATORS = ("auto", "cpu", "gpu")
-MATMUL_PRECISIONS = ("highest", "high", "medium")  # of torch.set_float32_matmul_precision
+_IN_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}
+_IN_WORDS |= {list: "a list", dict: "a group of keys"}
 # No tab, none of the line ends of `str.splitlines`, and no lone surrogate, which is not UTF-8.
 _LINE = re.compile(r"[^\t\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]+")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a field beside its type, in `Annotated[type, rule]`."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+_AT_LEAST_0 = Rule("at least 0", lambda number: number >= 0)
+Positive = Annotated[int, Rule("a whole number of at least 1", lambda number: number >= 1)]
+AtLeastTwo = Annotated[int, Rule("at least 2", lambda number: number >= 2)]
+Count = Annotated[int, _AT_LEAST_0]
+AtLeastZero = Annotated[float, _AT_LEAST_0]
+AboveZero = Annotated[float, Rule("above 0", lambda number: number > 0)]
+Fraction = Annotated[float, Rule("at least 0 and below 1", lambda number: 0 <= number < 1)]  # such as a dropout
+Share = Annotated[float, Rule("above 0 and at most 1", lambda number: 0 < number <= 1)]
+Seed = Annotated[int, Rule("at least 0 and below 2^63", lambda number: 0 <= number < 2**63)]  # of torch's generators
+PathText = Annotated[str, Rule("a path", bool)]  # an empty one would be the working directory
+Steps = Annotated[
+    list,
+    Rule(
+        "a list of whole numbers of at least 1",
+        lambda steps: all(isinstance(step, int) and not isinstance(step, bool) and step >= 1 for step in steps),
+    ),
+]
+Accelerator = Literal["auto", "cpu", "gpu"]
+MatmulPrecision = Literal["highest", "high", "medium"]  # of torch.set_float32_matmul_precision
+
+
+class Checked:
+    """Base of dataclasses whose fields are checked against their types when one is made."""
+
+    def __post_init__(self) -> None:
+        for name, hint in hints_of(type(self)).items():
+            check(hint, getattr(self, name), name)
+
+
+@cache
+def hints_of(cls: type) -> dict[str, Any]:
+    """The types of the fields of a dataclass, with their rules."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def kinds_of(hint: Any) -> tuple:
+    """The alternatives of a type."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def check(hint: Any, value: object, name: str) -> None:
+    """Refuse a value that fits none of the alternatives of a type."""
+    kinds = kinds_of(hint)
+    if any(_fits(kind, value) for kind in kinds):
+        return
+    broken = [rule.words for kind in kinds if _is_of(kind, value) for rule in _rules(kind) if not rule.holds(value)]
+    choices = [choice for kind in kinds for choice in _choices(kind)]
+    meant = did_you_mean(value, choices) if choices else ""
+    # Hydra reads 2024, 1E5 and true as numbers and a switch, as which they lose how they were written.
+    is_lost = _base(kinds[0]) is str and isinstance(value, int | float)
+    quotes = f"""; quotes make it text: '{name}="..."'""" if is_lost else ""
+    if broken:  # null is no remedy
+        kinds = tuple(kind for kind in kinds if kind is not type(None))
+    refuse(name, _join(kinds, broken), value, meant + quotes)
+
+
+def require(owner: object, name: str, rule: str, holds: bool) -> None:
+    """Refuse the value of a field, or of a field of a field, unless a rule holds."""
+    if not holds:
+        refuse(name, rule, attrgetter(name)(owner))
+
+
+def refuse(name: str, rule: str, value: object, more: str = "") -> NoReturn:
+    """Raise the ValueError of a value that breaks a rule."""
+    shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
+    raise ValueError(f"`{name}` must be {rule}, but is {shown}{more}")
+
+
+def in_words(hint: Any) -> str:
+    """What a type allows."""
+    kinds = kinds_of(hint)
+    return _join(kinds, [" and ".join(rule.words for rule in _rules(kind)) for kind in kinds if _rules(kind)])
+
+
+def _join(kinds: Iterable[Any], rules: list[str]) -> str:
+    """The alternatives in words, null last; the rules, if any, in place of the types that have some."""
+    listed = [choice for kind in kinds for choice in _choices(kind)]
+    plain = [kind for kind in kinds if not _choices(kind) and not (rules and _rules(kind)) and kind is not type(None)]
+    words = [_IN_WORDS.get(_base(kind), _IN_WORDS[dict]) for kind in plain]
+    words += [f"{'one of ' * (len(listed) > 1)}{', '.join(listed)}"] * bool(listed)
+    return " or ".join([*words, *rules, *(["null"] if type(None) in kinds else [])])
+
+
+def _rules(kind: Any) -> tuple[Rule, ...]:
+    return getattr(kind, "__metadata__", ())
+
+
+def _fits(kind: Any, value: object) -> bool:
+    if _choices(kind):
+        return value in _choices(kind)
+    return _is_of(kind, value) and all(rule.holds(value) for rule in _rules(kind))
+
+
+def _is_of(kind: Any, value: object) -> bool:
+    base = _base(kind)
+    if isinstance(value, bool) or base not in (int, float):
+        return isinstance(base, type) and isinstance(value, base) and not (isinstance(value, bool) and base is int)
+    return isinstance(value, int) or (base is float and isinstance(value, float) and math.isfinite(value))
+
+
+def _base(kind: Any) -> Any:
+    return getattr(kind, "__origin__", kind)
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return tuple(member.value for member in kind)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def is_line(value: object) -> bool:
     """Return whether a value is one line of text without tabs, which can be a cell of a table."""
     return isinstance(value, str) and _LINE.fullmatch(value) is not None
-
-
-def require_positive(owner: object, *names: str) -> None:
-    """Refuse the named integer fields of `owner` unless they are at least 1."""
-    for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"`{name}` must be a whole number of at least 1, but is {value!r}")
-
-
-def require_not_negative(owner: object, *names: str) -> None:
-    """Refuse the named numbers of `owner` unless they are at least 0."""
-    for name in names:
-        if not getattr(owner, name) >= 0:
-            raise ValueError(f"`{name}` must be at least 0, but is {getattr(owner, name)!r}")
-
-
-def require_above_zero(owner: object, *names: str) -> None:
-    """Refuse the named numbers of `owner` unless they are finite and above 0."""
-    for name in names:
-        value = getattr(owner, name)
-        if not (value > 0 and math.isfinite(value)):
-            finite = " and finite" if value == math.inf else ""
-            raise ValueError(f"`{name}` must be above 0{finite}, but is {value!r}")
-
-
-def require_fraction(owner: object, *names: str) -> None:
-    """Refuse the named fields of `owner` unless 0 <= value < 1 (a dropout or a probability)."""
-    for name in names:
-        value = getattr(owner, name)
-        if not isinstance(value, (int, float)) or not 0.0 <= value < 1.0:
-            raise ValueError(f"`{name}` must be at least 0 and below 1, but is {value!r}")
-
-
-def require_path(owner: object, *names: str) -> None:
-    """Refuse the named paths of `owner` if they are empty: they would be the working directory."""
-    for name in names:
-        if not getattr(owner, name):
-            raise ValueError(f"`{name}` must be a path, but is {getattr(owner, name)!r}")
-
-
-def require_one_of(owner: object, name: str, choices: tuple) -> None:
-    """Refuse the named field of `owner` unless it is one of the choices."""
-    value = getattr(owner, name)
-    if value not in choices:
-        meant = did_you_mean(value, choices)
-        raise ValueError(f"`{name}` must be one of {', '.join(choices)}, but is {value!r}{meant}")
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
@@ -70,9 +156,3 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     containing = [name for name in known if len(word) > 2 and word in name]
     close = containing if len(containing) == 1 else difflib.get_close_matches(word, known, n=1)
     return f"; did you mean `{close[0]}`?" if close else ""
-
-
-def require_seed(owner: object) -> None:
-    """Refuse a `seed` that torch's generators do not take."""
-    if not 0 <= owner.seed < 2**63:
-        raise ValueError(f"`seed` must be at least 0 and below 2^63, but is {owner.seed!r}")

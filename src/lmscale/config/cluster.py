@@ -1,17 +1,17 @@
 """Clusters: data-sheet values of their devices, and how fast training runs on them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from .checks import require_above_zero, require_not_negative, require_one_of, require_positive
+from .checks import AboveZero, AtLeastZero, Checked, Positive, require
 from .from_dict import build
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
-EVIDENCE = ("fitted", "measured", "modelled")
 
 
 @dataclass(frozen=True)
-class Peaks:
+class Peaks(Checked):
     """Dense matrix-product peaks of one device in TFLOP/s; None if it does not have the type.
 
     Args:
@@ -23,19 +23,16 @@ class Peaks:
         tf32: of fp32 products if `trainer.matmul_precision` lets them run in TF32; not a type itself.
     """
 
-    fp64: float | None = None
-    fp32: float | None = None
-    bf16: float | None = None
-    fp16: float | None = None
-    fp8: float | None = None
-    tf32: float | None = None
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, *(spec.name for spec in fields(self) if getattr(self, spec.name) is not None))
+    fp64: AboveZero | None = None
+    fp32: AboveZero | None = None
+    bf16: AboveZero | None = None
+    fp16: AboveZero | None = None
+    fp8: AboveZero | None = None
+    tf32: AboveZero | None = None
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Checked):
     """How fast messages travel on a cluster, and where the constants of its step times come from.
 
     Args:
@@ -46,19 +43,15 @@ class Calibration:
         expected_error: measured over modelled step times of runs that were not fitted; every plan prints it.
     """
 
-    evidence: str
-    tensor_bandwidth_gb_s: float
-    data_bandwidth_gb_s: float
+    evidence: Literal["fitted", "measured", "modelled"]
+    tensor_bandwidth_gb_s: AboveZero
+    data_bandwidth_gb_s: AboveZero
     sources: str
     expected_error: str = "unknown, because no run was compared"
 
-    def __post_init__(self) -> None:
-        require_one_of(self, "evidence", EVIDENCE)
-        require_above_zero(self, "tensor_bandwidth_gb_s", "data_bandwidth_gb_s")
-
 
 @dataclass(frozen=True)
-class Roofline:
+class Roofline(Checked):
     """How fast single kernels run on a device: what the time of every operation follows from.
 
     Args:
@@ -72,23 +65,18 @@ class Roofline:
         launch_us: microseconds between the end of a kernel and the start of the next; fitted.
     """
 
-    product_tflops: float
-    copy_gb_s: float
-    attention_forward_tflops: float
-    attention_backward_tflops: float
-    product_share: float
-    memory_share: float
-    launch_us: float
-    float8_tflops: float | None = None
-
-    def __post_init__(self) -> None:
-        require_above_zero(self, "product_tflops", "copy_gb_s", "product_share", "memory_share")
-        require_above_zero(self, "attention_forward_tflops", "attention_backward_tflops")
-        require_not_negative(self, "launch_us")
+    product_tflops: AboveZero
+    copy_gb_s: AboveZero
+    attention_forward_tflops: AboveZero
+    attention_backward_tflops: AboveZero
+    product_share: AboveZero
+    memory_share: AboveZero
+    launch_us: AtLeastZero
+    float8_tflops: AboveZero | None = None
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Checked):
     """`cluster=`: a cluster of equal devices; `cluster.path=FILE` reads all these keys from a file of your own.
 
     Args:
@@ -112,27 +100,24 @@ class Cluster:
     name: str
     device: str
     is_gpu: bool
-    num_devices: int
-    devices_per_node: int
-    memory_gib: float
-    reserved_gib: float
-    latency_us: float
+    num_devices: Positive
+    devices_per_node: Positive
+    memory_gib: AboveZero
+    reserved_gib: AtLeastZero
+    latency_us: AtLeastZero
     peaks: Peaks
     calibration: Calibration
     roofline: Roofline
-    watts: float | None = None
+    watts: AboveZero | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_devices", "devices_per_node")
-        require_above_zero(self, "memory_gib")
-        if not 0 <= self.reserved_gib < self.memory_gib:
-            raise ValueError(
-                f"`reserved_gib` must be at least 0 and below `memory_gib` ({self.memory_gib}), "
-                f"but is {self.reserved_gib!r}"
-            )
-        require_not_negative(self, "latency_us")
-        if self.watts is not None:
-            require_above_zero(self, "watts")
+        super().__post_init__()
+        require(
+            self,
+            "reserved_gib",
+            f"at least 0 and below `memory_gib` ({self.memory_gib})",
+            self.reserved_gib < self.memory_gib,
+        )
         if not self.dtypes:
             raise ValueError("`peaks` must name the rate of one type at least, but all are null")
 

@@ -4,22 +4,26 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
 from .checks import (
-    ACCELERATORS,
-    MATMUL_PRECISIONS,
+    Accelerator,
+    Checked,
+    Count,
+    Fraction,
+    MatmulPrecision,
+    PathText,
+    Positive,
+    Rule,
+    Seed,
+    check,
     is_line,
-    require_fraction,
-    require_not_negative,
-    require_one_of,
-    require_path,
-    require_positive,
-    require_seed,
+    require,
 )
-from .from_dict import build, to_plain
+from .from_dict import EntryConfig
 from .pretrain import ParallelConfig
 from .training import (
-    FORMULAS,
+    Formula,
     OptimizerConfig,
     PrecisionConfig,
     ScheduleConfig,
@@ -33,31 +37,29 @@ FROM_HUB = "hub:"  # before the name of a split; everything else is a path
 
 
 @dataclass(frozen=True)
-class TaskConfig:
+class TaskConfig(Checked):
     """`task=`: one benchmark, or a table of texts and classes, where its rows are and how they become inputs.
 
     Args:
         name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
         train: file or folder in the official layout, or `hub:<split>`; None if nothing is trained.
-        validation: sets to score by name, each such a place or null; they choose thresholds and checkpoints.
+        validation: sets by name, each a place as in `train`; they choose thresholds and checkpoints.
         test: further sets to score by name, which need no labels and choose nothing.
         hub_name: data set on the Hugging Face hub, for places that begin with `hub:`; None: no place does.
         hub_subset: its configuration.
-        max_seq_length: tokens of an input, [CLS] and [SEP] included; longer inputs lose the tail of their second text
-            (SQuAD: continue in further windows).
+        max_seq_length: tokens of an input with [CLS] and [SEP]; longer ones lose the tail of their second text (SQuAD:
+            continue in further windows).
         max_qa_length: RACE: tokens of question and option together; the rest is cut off.
         doc_stride: SQuAD: tokens from the start of a window to the start of the next.
         max_query_length: SQuAD: tokens of a question.
         max_answer_length: SQuAD: longest answer in tokens.
         num_best: SQuAD: candidates kept per question.
-        null_threshold: SQuAD 2.0: "no answer" is predicted if it scores above the best answer by more than this; None:
-            the best threshold on the first validation set.
-        columns: a user's own task: the table's names of the columns `id` (null: the number of the row), `first` and
-            `second` text (null: only one text) and `label`, which a test set may lack.
-        labels: a user's own task: names of the classes. A label is a name, or a class's index unless a name is a number
-            other than its own index.
-        by_size: batch size, learning rate and epochs by size of the model, for the paper's tasks those of Table 6;
-            conf/finetune.yaml uses those of `size`.
+        null_threshold: SQuAD 2.0: how much "no answer" must exceed the best answer; None: the best threshold on the
+            first validation set.
+        columns: own task: the table's columns `id` (null: the row's number), `first` and `second` text (null: none) and
+            `label`.
+        labels: own task: names of the classes, or their indices as labels.
+        by_size: batch size, learning rate and epochs by size of the model (Table 6), of which `size` chooses.
 
     Raises:
         ValueError: an unknown name, lengths that leave no space for the text, a stride that would leave tokens out.
@@ -68,19 +70,20 @@ class TaskConfig:
     validation: dict
     test: dict = field(default_factory=dict)
     hub_name: str | None = None
-    max_seq_length: int = 512
+    max_seq_length: Annotated[int, Rule("at least 8", lambda number: number >= 8)] = 512
     hub_subset: str | None = None
-    max_qa_length: int | None = None
-    doc_stride: int | None = None
-    max_query_length: int | None = None
-    max_answer_length: int | None = None
-    num_best: int | None = None
+    max_qa_length: Positive | None = None
+    doc_stride: Positive | None = None
+    max_query_length: Positive | None = None
+    max_answer_length: Positive | None = None
+    num_best: Positive | None = None
     null_threshold: float | None = None
     columns: dict | None = None
     labels: list | None = None
     by_size: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.name in TASKS:
             if self.columns is not None or self.labels is not None:
                 raise ValueError(
@@ -92,18 +95,13 @@ class TaskConfig:
             )
         else:
             self._check_table()
-        if not isinstance(self.max_seq_length, int) or self.max_seq_length < 8:
-            raise ValueError(f"`max_seq_length` must be at least 8, but is {self.max_seq_length!r}")
-        if self.name == "race":
-            require_positive(self, "max_qa_length")
+        of_squad = ("doc_stride", "max_query_length", "max_answer_length", "num_best")
+        for name in {"race": ("max_qa_length",), "squad_v1": of_squad, "squad_v2": of_squad}.get(self.name, ()):
+            check(Positive, getattr(self, name), name)
         if self.name in ("squad_v1", "squad_v2"):
-            require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "num_best")
             shortest = self.max_query_length + self.doc_stride + 3
-            if self.max_seq_length < shortest:
-                raise ValueError(
-                    f"`max_seq_length` must be at least `max_query_length` + `doc_stride` + 3 ({shortest}), "
-                    f"or windows would leave tokens out, but is {self.max_seq_length}"
-                )
+            rule = f"at least `max_query_length` + `doc_stride` + 3 ({shortest}), or windows would leave tokens out"
+            require(self, "max_seq_length", rule, self.max_seq_length >= shortest)
         for sets in (self.validation, self.test):  # their names are names of folders
             wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
             wrong += [name for name in sets if not is_line(name) or "/" in name or not name.strip(".")]
@@ -142,19 +140,19 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class TokenizerPath:
+class TokenizerPath(Checked):
     """`tokenizer=`: the checkpoint's own unless `path` is set.
 
     Args:
-        path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own. A vocab.txt without a
-            tokenizer_config.json is lower-cased, as in transformers; write do_lower_case false there for a cased one.
+        path: tokenizer.json, vocab.txt, or a folder with one; None: the checkpoint's own. See `tokenizer.path` of
+            src/train.py.
     """
 
     path: str | None = None
 
 
 @dataclass(frozen=True)
-class FinetuneTrainer:
+class FinetuneTrainer(Checked):
     """`trainer=`: length and hardware of a finetuning.
 
     Args:
@@ -163,51 +161,39 @@ class FinetuneTrainer:
         schedule_formula: of `ScheduleConfig`; `megatron_v1` falls to 2 x warmup_fraction of the peak.
         max_train_examples: use only this many examples (SQuAD: windows) of the training set, for trials; None: all.
         score_every_epoch: score after each epoch, or only at the end.
-        pool_batches: batches group examples of similar length within a pool of this many batches; 1: in shuffled order.
+        pool_batches: examples of similar length are grouped within this many batches; 1: in shuffled order.
         scoring_batch_size: sequences of a rank's forward pass while scoring.
         max_skipped_steps: steps in a row without a finite gradient before the run fails.
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
-        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
-        num_threads: CPU threads per rank; None: OMP_NUM_THREADS if it is set, else srun's `--cpus-per-task`, else the
-            cores over the local ranks.
-        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision);
-            a GPU may use TF32 unless it is `highest`, and with `medium` a CPU with AMX may round the factors to bf16.
+        accelerator: `auto`: a GPU if there is one.
+        num_threads: as in pretraining.
+        matmul_precision: as in pretraining.
     """
 
-    num_epochs: int
-    warmup_fraction: float
-    schedule_formula: str = "paper"
-    max_train_examples: int | None = None
+    num_epochs: Count
+    warmup_fraction: Fraction
+    schedule_formula: Formula = "paper"
+    max_train_examples: Positive | None = None
     score_every_epoch: bool = True
-    pool_batches: int = 64
-    scoring_batch_size: int = 64
-    max_skipped_steps: int = 10
+    pool_batches: Positive = 64
+    scoring_batch_size: Positive = 64
+    max_skipped_steps: Count = 10
     save: bool = True
-    log_every_steps: int = 10
-    accelerator: str = "auto"
-    num_threads: int | None = None
-    matmul_precision: str = "high"
+    log_every_steps: Positive = 10
+    accelerator: Accelerator = "auto"
+    num_threads: Positive | None = None
+    matmul_precision: MatmulPrecision = "high"
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "num_epochs", "max_skipped_steps")
-        require_fraction(self, "warmup_fraction")
-        require_positive(self, "pool_batches", "scoring_batch_size", "log_every_steps")
-        for name in ("max_train_examples", "num_threads"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
-        require_one_of(self, "schedule_formula", FORMULAS)
-        if self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5:  # it would rise above the peak
-            raise ValueError(
-                "`warmup_fraction` must be at most 0.5 with `schedule_formula`=megatron_v1, "
-                f"but is {self.warmup_fraction}"
-            )
-        require_one_of(self, "accelerator", ACCELERATORS)
-        require_one_of(self, "matmul_precision", MATMUL_PRECISIONS)
+        super().__post_init__()
+        # The rate would rise above the peak.
+        is_above = self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5
+        require(self, "warmup_fraction", "at most 0.5 with `schedule_formula`=megatron_v1", not is_above)
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(EntryConfig):
     """One finetuning of a BERT.
 
     Args:
@@ -232,7 +218,7 @@ class FinetuneConfig:
 
     name: str
     run_dir: str
-    ckpt: str
+    ckpt: PathText
     task: TaskConfig
     size: str
     tokenizer: TokenizerPath
@@ -240,39 +226,32 @@ class FinetuneConfig:
     trainer: FinetuneTrainer
     optimizer: OptimizerConfig
     precision: PrecisionConfig
-    micro_batch_size: int
-    global_batch_size: int
+    micro_batch_size: Positive
+    global_batch_size: Positive
     cache_dir: str | None = None
     from_scratch: bool = False
     new_pooler: bool = False
-    hidden_dropout: float | None = None
-    attention_dropout: float | None = None
-    head_dropout: float | None = None
-    attention: str = "sdpa"
+    hidden_dropout: Fraction | None = None
+    attention_dropout: Fraction | None = None
+    head_dropout: Fraction | None = None
+    attention: Literal["sdpa", "exact"] = "sdpa"
     recompute: str = "none"
-    seed: int = 1234
+    seed: Seed = 1234
     objective: str | None = None
     fidelity: str = "paper"
     overrides: list = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "global_batch_size")
-        require_path(self, "ckpt")
+        super().__post_init__()
         self.precision.refuse_float8()
         self.parallel.refuse_record()
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
-        if self.parallel.sequence_parallel:  # batches are as long as their longest input
-            raise ValueError("`parallel.sequence_parallel` must be false for a finetuning, but is true")
-        if self.parallel.batch_halves:  # layers are not compiled
-            raise ValueError("`parallel.batch_halves` must be false for a finetuning, but is true")
-        for name in ("hidden_dropout", "attention_dropout", "head_dropout"):
-            if getattr(self, name) is not None:
-                require_fraction(self, name)
-        require_one_of(self, "attention", ("sdpa", "exact"))
-        require_seed(self)
-        if self.trainer.num_epochs and self.task.train is None:
-            raise ValueError("`task.train` must be given where `trainer.num_epochs` is above 0, but is null")
+        # Batches are as long as their longest input, and layers are not compiled.
+        for name in ("sequence_parallel", "batch_halves"):
+            require(self, f"parallel.{name}", "false for a finetuning", not getattr(self.parallel, name))
+        has_rows = not self.trainer.num_epochs or self.task.train is not None
+        require(self, "task.train", "given where `trainer.num_epochs` is above 0", has_rows)
         if not self.task.scored_sets():
             raise ValueError("`task.validation` or `task.test` must have a set to score, but both have none")
         if self.trainer.num_epochs and not self.task.chosen_on():
@@ -282,19 +261,6 @@ class FinetuneConfig:
         """Warm-up over `warmup_fraction` of the updates, then a linear decay to 0 by the formula."""
         warmup_steps, formula = round(self.trainer.warmup_fraction * num_steps), self.trainer.schedule_formula
         return ScheduleConfig("linear", warmup_steps, max(1, num_steps), formula=formula)
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "FinetuneConfig":
-        """Build from nested plain values.
-
-        Raises:
-            ValueError: an unknown key, a missing key or an invalid value, with its dotted name.
-        """
-        return build(cls, values, "")
-
-    def to_dict(self) -> dict:
-        """Nested plain values; `from_dict` gives an equal configuration back."""
-        return to_plain(self)
 
     def digest(self) -> str:
         """sha256 of all values but the run folder and the text of the overrides, which has absolute paths."""

@@ -1,27 +1,25 @@
 """Build dataclasses from nested plain values; errors name the dotted key."""
 
 import dataclasses
-import math
 import re
-import types
-import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from typing import Any, get_args, get_origin
 
-from .checks import did_you_mean
+from .checks import Checked, check, did_you_mean, hints_of, kinds_of, refuse
 
-_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-_IN_WORDS |= {list: "a list", dict: "a group of keys"}
+ADDED = ("run_dir", "overrides")  # by the entry point
 
 
-def build(cls: type, values: dict, prefix: str):
+def build(cls: type, values: dict, prefix: str = ""):
     """Build the dataclass `cls` from a plain dict, refusing unknown and missing keys and wrong types.
 
     Raises:
         ValueError: names the key with its `prefix`, what was expected, and the value.
     """
-    hints = typing.get_type_hints(cls)
+    if not isinstance(values, dict):
+        refuse(prefix.rstrip("."), "a group of keys", values)
     fields = {key_of(f): f for f in dataclasses.fields(cls)}
     unknown = sorted(set(values) - set(fields))
     if unknown:
@@ -29,30 +27,30 @@ def build(cls: type, values: dict, prefix: str):
         raise ValueError(f"`{prefix}{unknown[0]}` is not a known key; known here: {', '.join(fields)}{meant}")
     arguments = {}
     for name, spec in fields.items():
-        if name not in values:
-            if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-                raise ValueError(f"`{prefix}{name}` must be given")
-            continue
-        hint, value = hints[spec.name], values[name]
-        if isinstance(value, dict) and type(None) in typing.get_args(hint):  # a group that may be null
-            hint = next((each for each in typing.get_args(hint) if dataclasses.is_dataclass(each)), hint)
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ValueError(f"`{prefix}{name}` must be a group of keys, but is {value!r}")
-            arguments[spec.name] = build(hint, value, f"{prefix}{name}.")
-        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(typing.get_args(hint)[1]):
-            arguments[spec.name] = _build_each(typing.get_args(hint)[1], value, prefix + name)
-        else:
-            arguments[spec.name] = _convert(hint, value, prefix + name)
+        if name in values:
+            arguments[spec.name] = _built(hints_of(cls)[spec.name], values[name], prefix + name)
+        elif spec.default is spec.default_factory is dataclasses.MISSING:
+            raise ValueError(f"`{prefix}{name}` must be given")
     with keys_of(cls, prefix):
         return cls(**arguments)
 
 
-def _build_each(cls: type, values: object, name: str) -> dict:
-    """One dataclass per name that the user gives: `sources.wikipedia`, `sources.books`."""
-    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
-        raise ValueError(f"`{name}` must be names with a group of keys each, but is {values!r}")
-    return {key: build(cls, value, f"{name}.{key}.") for key, value in values.items()}
+class EntryConfig(Checked):
+    """The whole configuration of an entry point."""
+
+    @classmethod
+    def from_dict(cls, values: dict):
+        """Build from nested plain values; of the keys that the entry point adds, those without a field are left out.
+
+        Raises:
+            ValueError: an unknown key, a missing key or an invalid value, with its dotted name.
+        """
+        own = {field.name for field in dataclasses.fields(cls)}
+        return build(cls, {key: value for key, value in values.items() if key in own or key not in ADDED})
+
+    def to_dict(self) -> dict:
+        """Nested plain values, ready for JSON; `from_dict` gives an equal configuration back."""
+        return to_plain(self)
 
 
 @contextmanager
@@ -82,38 +80,21 @@ def key_of(field: dataclasses.Field) -> str:
     return field.name.rstrip("_")
 
 
-def _convert(hint: object, value: object, name: str) -> object:
+def _built(hint: Any, value: object, name: str) -> object:
     """`value` as one of the types of `hint`; whole numbers pass as floats, YAML's `1e-4` string too."""
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in kinds:
-        plain = typing.get_origin(kind) or kind
-        if issubclass(plain, Enum):
-            return value  # its class knows the choices
-        if plain is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-            return _finite(value, name)
-        if plain is int and isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if plain not in (int, float) and isinstance(value, plain):
-            return value
-    if float in kinds and isinstance(value, str):  # YAML 1.1 reads 1e-4 (no dot) as a string
+    for kind in kinds_of(hint):
+        each = get_args(kind)[1] if get_origin(kind) is dict else None  # one group per name that the user gives
+        if isinstance(value, dict) and dataclasses.is_dataclass(kind):
+            return build(kind, value, f"{name}.")
+        if dataclasses.is_dataclass(each) and isinstance(value, dict):
+            return {key: build(each, item, f"{name}.{key}.") for key, item in value.items()}
+    numbers = {getattr(kind, "__origin__", kind) for kind in kinds_of(hint)} & {int, float}
+    if float in numbers and isinstance(value, (str, int)) and not isinstance(value, bool):
         try:
-            number = float(value)
+            value = float(value)
         except ValueError:
-            pass
-        else:
-            return _finite(number, name)
-    if int in kinds and isinstance(value, float) and value.is_integer():
-        return int(value)
-    words = _IN_WORDS | ({str: "auto"} if {bool, int} & set(kinds) else {})  # the only text in place of these
-    expected = " or ".join(words.get(k, str(k)) for k in kinds)
-    # Hydra reads 2024, 1E5 and true as numbers and a switch, as which they lose how they were written.
-    is_lost = words.get(kinds[0]) == "text" and isinstance(value, int | float)
-    quotes = f"""; quotes make it text: '{name}="..."'""" if is_lost else ""
-    raise ValueError(f"`{name}` must be {expected}, but is {value!r}{quotes}")
-
-
-def _finite(value: float, name: str) -> float:
-    """`value`, unless it is nan or infinite: no key accepts these, and JSON cannot hold them."""
-    if not math.isfinite(value):
-        raise ValueError(f"`{name}` must be a finite number, but is {value}")
-    return float(value)
+            pass  # `check` refuses it
+    elif int in numbers and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    check(hint, value, name)
+    return value

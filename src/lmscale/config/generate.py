@@ -1,16 +1,18 @@
 """The configuration of text generation: the typed form of `conf/generate.yaml`."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from .checks import ACCELERATORS, require_one_of, require_path, require_positive, require_seed
-from .from_dict import build
+from .checks import Accelerator, Checked, PathText, Positive, Rule, Seed, Share, require
+from .from_dict import EntryConfig
 from .training import PrecisionConfig
 
-LEAST_TEMPERATURE = 1e-4
+# Smaller temperatures overflow the scores.
+Temperature = Annotated[float, Rule("0 or at least 0.0001", lambda number: number == 0 or number >= 1e-4)]
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Checked):
     """How the next token is chosen.
 
     Args:
@@ -25,26 +27,19 @@ class Sampling:
         Top-p: Holtzman et al. 2019, "The Curious Case of Neural Text Degeneration".
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
+    temperature: Temperature = 1.0
+    top_k: Positive | None = None
+    top_p: Share = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE):  # smaller ones overflow the scores
-            raise ValueError(f"`temperature` must be 0 or at least {LEAST_TEMPERATURE}, but is {self.temperature!r}")
-        if self.top_k is not None:
-            require_positive(self, "top_k")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"`top_p` must be above 0 and at most 1, but is {self.top_p!r}")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            name = "top_p" if self.top_k is None else "top_k"
-            raise ValueError(
-                f"`{name}` must be left alone with temperature=0, which draws nothing, but is {getattr(self, name)!r}"
-            )
+        super().__post_init__()
+        for name, default in (("top_k", None), ("top_p", 1)):
+            is_free = self.temperature > 0 or getattr(self, name) == default
+            require(self, name, "left alone with temperature=0, which draws nothing", is_free)
 
 
 @dataclass(frozen=True)
-class GenerateParallel:
+class GenerateParallel(Checked):
     """`parallel=`: ranks that share the model.
 
     Args:
@@ -52,15 +47,12 @@ class GenerateParallel:
         pad_heads: see `Layout`.
     """
 
-    tp_size: int = 1
+    tp_size: Positive = 1
     pad_heads: bool = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "tp_size")
 
 
 @dataclass(frozen=True)
-class GenerateTokenizer:
+class GenerateTokenizer(Checked):
     """`tokenizer=`: `gpt2` reads published files instead of those beside the checkpoint.
 
     Args:
@@ -70,17 +62,13 @@ class GenerateTokenizer:
         name: on the Hugging Face hub, if `tokenizer=gpt2` is chosen without a path.
     """
 
-    kind: str | None = None
+    kind: Literal["gpt2"] | None = None
     path: str | None = None
     name: str | None = None
 
-    def __post_init__(self) -> None:
-        if self.kind not in (None, "gpt2"):
-            raise ValueError(f"`tokenizer` must be gpt2, or left alone for the checkpoint's own, but is {self.kind}")
-
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(EntryConfig):
     """One generation of text.
 
     Args:
@@ -98,32 +86,32 @@ class GenerateConfig:
         seed: of the samples; they depend neither on `tp_size` nor on the other prompts.
         micro_batch_size: samples generated together.
         precision: its `dtype` is that of weights and arithmetic.
-        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
+        accelerator: `auto`: a GPU if there is one.
 
     Raises:
         ValueError: an invalid value; none or several of `prompt`, `file` and `interactive`.
     """
 
-    ckpt: str
+    ckpt: PathText
     prompt: str | None = None
     file: str | None = None
     interactive: bool = False
     out: str | None = None
     stream: bool = True
-    num_samples: int = 1
-    max_new_tokens: int | None = 64
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int = 1234
-    micro_batch_size: int = 8
+    num_samples: Positive = 1
+    max_new_tokens: Positive | None = 64
+    temperature: Temperature = 1.0
+    top_k: Positive | None = None
+    top_p: Share = 1.0
+    seed: Seed = 1234
+    micro_batch_size: Positive = 8
     precision: PrecisionConfig = PrecisionConfig("fp32")
-    accelerator: str = "auto"
+    accelerator: Accelerator = "auto"
     parallel: GenerateParallel = GenerateParallel()
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
     def __post_init__(self) -> None:
-        require_path(self, "ckpt")
+        super().__post_init__()
         self.precision.refuse_float8()
         given = [name for name in ("prompt", "file") if getattr(self, name) is not None]
         given += ["interactive"] if self.interactive else []
@@ -132,25 +120,11 @@ class GenerateConfig:
                 f"`prompt` must be given, or `file`, or interactive=true, and one of them, but "
                 f"{' and '.join(given) + ' are' if given else 'none is'}"
             )
-        require_positive(self, "num_samples", "micro_batch_size")
-        if self.max_new_tokens is not None:
-            require_positive(self, "max_new_tokens")
-        require_seed(self)
-        if not self.stream and (self.out is None or self.interactive):
-            raise ValueError("`stream` must be true where the text would go nowhere else, but is false")
-        require_one_of(self, "accelerator", ACCELERATORS)
+        is_kept = self.out is not None and not self.interactive
+        require(self, "stream", "true where the text would go nowhere else", self.stream or is_kept)
         _ = self.sampling  # its rules
 
     @property
     def sampling(self) -> Sampling:
         """The keys of `Sampling`."""
         return Sampling(self.temperature, self.top_k, self.top_p)
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "GenerateConfig":
-        """Build from plain values; `run_dir` and `overrides`, which the entry point adds, are not part of a generation.
-
-        Raises:
-            ValueError: an unknown key, a missing one or a value of a different type.
-        """
-        return build(cls, {key: value for key, value in values.items() if key not in ("run_dir", "overrides")}, "")

@@ -3,25 +3,30 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
 
-from .checks import require_positive
+from .checks import Checked, Positive, Rule, require
 
-A_SECOND_IN_MINUTES, A_WEEK_IN_MINUTES = 1 / 60, 7 * 24 * 60  # torch counts milliseconds in 32 bits
+# torch counts milliseconds in 32 bits.
+_Timeout = Annotated[
+    float,
+    Rule("at least 0.0167 (a second) and at most 10080 (a week)", lambda minutes: 1 / 60 <= minutes <= 7 * 24 * 60),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutOptions:
+class LayoutOptions(Checked):
     """What the ranks of a grid share besides their axes.
 
     Args:
-        sequence_parallel: the tensor ranks share the work outside the parallel region too, each on its own tokens
-            (Korthikanti et al. 2022); no effect with one tensor rank.
-        zero1: each data rank keeps the optimizer state of only the parameters it owns (ZeRO stage 1, Rajbhandari et
-            al. 2020); no effect with one data rank.
-        batch_halves: compiled layers compute one half of a micro-batch, which must be even, while the other half's
-            messages travel (Wang et al. 2024); no effect with one tensor rank.
-        pad_heads: a `tp_size` that does not divide the attention heads is allowed. The last ranks then compute dummy
-            heads of zeros, which change no result and are in no checkpoint; no effect where it divides them.
+        sequence_parallel: tensor ranks share the work outside the parallel region too, each on its own tokens
+            (Korthikanti et al. 2022).
+        zero1: each data rank keeps the optimizer state of only its own parameters (ZeRO stage 1, Rajbhandari et al.
+            2020).
+        batch_halves: compiled layers compute one half of a micro-batch while the other half's messages travel (Wang et
+            al. 2024).
+        pad_heads: allow a `tp_size` that does not divide the heads: dummy heads of zeros change no result and are in no
+            checkpoint.
     """
 
     sequence_parallel: bool = False
@@ -50,11 +55,8 @@ class Layout(LayoutOptions):
     """
 
     # The outermost axis first: ranks of the last one are neighbours.
-    dp_size: int = _axis("data")
-    tp_size: int = _axis("tensor")
-
-    def __post_init__(self) -> None:
-        require_positive(self, *(each.name for each in fields(self) if each.metadata))
+    dp_size: Positive = _axis("data")
+    tp_size: Positive = _axis("tensor")
 
     @property
     def axes(self) -> dict[str, int]:
@@ -112,37 +114,25 @@ class ParallelConfig(LayoutOptions):
     """`parallel=`: the requested grid of ranks.
 
     Args:
-        tp_size: ranks that share one model, or `auto`: the smallest power of two that fits the device and divides the
-            model.
-        dp_size: data-parallel groups, or `auto`: number of ranks / tp_size; if lmscale starts the ranks, as many as
-            the GPUs and (in pretraining) the batch allow, on a CPU 1.
-        timeout_minutes: minutes without progress after which a rank reports where it waits and ends the job; from one
-            second to one week.
+        tp_size: ranks that share one model; `auto`: the smallest power of two that fits.
+        dp_size: data-parallel groups; `auto`: number of ranks / tp_size, or as many as GPUs and batch allow, on a CPU
+            1.
+        timeout_minutes: time without progress after which a rank reports where it waits and ends the job.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
         record: what `src/plan.py measure=N` has written: the run takes its fastest layout; both sizes are then `auto`.
     """
 
-    tp_size: int | str = 1
-    dp_size: int | str = "auto"
-    timeout_minutes: float = 30.0
+    tp_size: Literal["auto"] | Positive = 1
+    dp_size: Literal["auto"] | Positive = "auto"
+    timeout_minutes: _Timeout = 30.0
     shared_memory: bool = True
     record: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("tp_size", "dp_size"):
-            value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"`parallel.{name}` must be auto or a whole number of at least 1, but is {value!r}")
-        if not A_SECOND_IN_MINUTES <= self.timeout_minutes <= A_WEEK_IN_MINUTES:
-            raise ValueError(
-                f"`parallel.timeout_minutes` must be at least {A_SECOND_IN_MINUTES:.4f} (a second) and at most "
-                f"{A_WEEK_IN_MINUTES} (a week), but is {self.timeout_minutes!r}"
-            )
-        if self.record is not None and (self.tp_size, self.dp_size) != ("auto", "auto"):
-            raise ValueError(
-                "`tp_size` and `dp_size` must be auto with `parallel.record`, which has the layout, but are "
-                f"{self.tp_size} and {self.dp_size}"
-            )
+            is_free = self.record is None or getattr(self, name) == "auto"
+            require(self, name, "auto with `record`, which has the layout", is_free)
 
     def refuse_record(self) -> None:
         """Refuse a measured layout outside pretraining, which is what was measured.
@@ -150,8 +140,7 @@ class ParallelConfig(LayoutOptions):
         Raises:
             ValueError: `record` is set.
         """
-        if self.record is not None:
-            raise ValueError(f"`parallel.record` must be null outside src/train.py, but is {self.record}")
+        require(self, "record", "null outside src/train.py", self.record is None)
 
     def layout(self, **sizes: int) -> Layout:
         """The grid of these sizes, with the requested options."""
@@ -159,7 +148,7 @@ class ParallelConfig(LayoutOptions):
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(Checked):
     """How the sequences of an optimizer step are divided.
 
     Args:
@@ -170,17 +159,15 @@ class BatchConfig:
         ValueError: a global batch that is not a whole number of micro-batches on every data rank.
     """
 
-    micro_batch_size: int
-    global_batch_size: int
-    dp_size: int = 1
+    micro_batch_size: Positive
+    global_batch_size: Positive
+    dp_size: Positive = 1
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "global_batch_size", "dp_size")
-        if self.global_batch_size % (self.micro_batch_size * self.dp_size):
-            raise ValueError(
-                "`global_batch_size` must be a multiple of `micro_batch_size` x `dp_size` "
-                f"({self.micro_batch_size} x {self.dp_size}), but is {self.global_batch_size}"
-            )
+        super().__post_init__()
+        rule = f"a multiple of `micro_batch_size` x `dp_size` ({self.micro_batch_size} x {self.dp_size})"
+        is_multiple = self.global_batch_size % (self.micro_batch_size * self.dp_size) == 0
+        require(self, "global_batch_size", rule, is_multiple)
 
     @property
     def num_micro_batches(self) -> int:

@@ -8,13 +8,13 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from .checks import require_above_zero, require_fraction, require_one_of, require_positive
+from .checks import AboveZero, Checked, Fraction, Positive, check, require
 from .family import Family, family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
-ATTENTIONS = ("sdpa", "flash", "efficient", "exact", "auto")
+Attention = Literal["sdpa", "flash", "efficient", "exact"]
 
 
 class Recompute(str, Enum):
@@ -47,7 +47,7 @@ def _placements() -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """`model=`: the architecture as requested, independent of how it is cut over devices; `resolve` completes it.
 
     Args:
@@ -56,31 +56,28 @@ class ModelConfig:
         num_layers: transformer layers (L).
         hidden_size: width of the model (h).
         num_attention_heads: attention heads (n) per layer; must divide `hidden_size`.
-        vocab_size: number of token ids of the model's input and output; None until the tokenizer is known. The weight
-            holds `padded_vocab_size` rows; the rows beyond are zero, never predicted and never updated.
-        vocab_multiple: rows are padded to a multiple of this, the same at every layout, so that initialisation and
-            checkpoints do not depend on `tp_size`. 1,024 gives the paper's 51,200 and 30,720; 1 means no padding.
+        vocab_size: token ids of input and output; None: the tokenizer's. The weight's further rows are zero and never
+            predicted.
+        vocab_multiple: the weight's rows are padded to a multiple of this at every layout, so that checkpoints do not
+            depend on `tp_size`; 1,024 in the paper, 1: none.
         max_position_embeddings: longest sequence in tokens.
         ffn_hidden_size: width of the MLP; None means 4 h, the paper's.
-        norm_order: where LayerNorms and residuals stand: `pre` (the paper's, Figure 7 b), `post` (the original BERT,
-            Figure 7 a), or a later placement: `deepnorm`, `peri`, `b2t` or `mix`, see `models/later_placements.py`.
-        layer_norm_eps: None means the published value of the placement: 1e-12 where it extends post-norm (`post`,
-            `deepnorm`, `b2t`), 1e-5 elsewhere.
-        gelu: `tanh` (GPT-2) or `erf` (BERT); None means that of the family.
+        norm_order: where LayerNorms and residuals stand: `pre` (Figure 7 b), `post` (Figure 7 a) or a later placement
+            of `models/later_placements.py`.
+        layer_norm_eps: None: the published value, 1e-12 for `post` and what extends it (`deepnorm`, `b2t`), 1e-5
+            elsewhere.
+        gelu: `tanh` as in GPT-2 or `erf` as in BERT; None: that of the family.
         hidden_dropout: probability of dropping an element of a sublayer's output.
         attention_dropout: probability of dropping an attention probability.
         embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
-        initializer: how weights are drawn from the seed: by a `generator` of torch on the host, or by a `counter` on
-            their own device, seconds instead of minutes for a large model; both the same at every layout.
+        initializer: weights are drawn by torch's `generator` on the host, or by a `counter` on their own device, which
+            is faster for a large model.
         initializer_std: weights are drawn from N(0, std) (section 4.2).
-        scale_residual_init: scale the output weights of sublayers at initialization by 1/sqrt(2 L) (section 4.2);
-            `deepnorm` scales by its own factor instead.
-        attention: `sdpa` (torch's fused kernels where the device has them, without cuDNN's), or one of them first:
-            `flash` or `efficient`; `exact`: plain softmax(QK^T/sqrt(d))V, whose dropout mask does not depend on the
-            layout; or `auto`, the fastest by measurement, which a run resolves before a model is built and its
-            checkpoints keep.
-        recompute: activation checkpointing: `none`, `selective`, `full`, or `auto`, which a run and the
-            planner resolve by memory.
+        scale_residual_init: divide the initial output weights of sublayers by sqrt(2 L) (section 4.2); `deepnorm` has
+            its own factor.
+        attention: torch's fused kernels (`sdpa`), one of them first, plain softmax whose dropout does not depend on the
+            layout (`exact`), or the fastest by measurement (`auto`).
+        recompute: activation checkpointing; `auto`: as little as fits in memory.
         name: label used in the names of runs; ignored in comparisons.
 
     Raises:
@@ -90,50 +87,34 @@ class ModelConfig:
     """
 
     family: str
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    vocab_size: int | None
-    max_position_embeddings: int
-    vocab_multiple: int = 1024
-    ffn_hidden_size: int | None = None
+    num_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    vocab_size: Positive | None
+    max_position_embeddings: Positive
+    vocab_multiple: Positive = 1024
+    ffn_hidden_size: Positive | None = None
     norm_order: str = "pre"
-    layer_norm_eps: float | None = None
-    gelu: str | None = None
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    embedding_dropout: float | None = None
-    initializer: str = "generator"
-    initializer_std: float = 0.02
+    layer_norm_eps: AboveZero | None = None
+    gelu: Literal["tanh", "erf"] | None = None
+    hidden_dropout: Fraction = 0.1
+    attention_dropout: Fraction = 0.1
+    embedding_dropout: Fraction | None = None
+    initializer: Literal["generator", "counter"] = "generator"
+    initializer_std: AboveZero = 0.02
     scale_residual_init: bool = True
-    attention: str = "sdpa"
-    recompute: Recompute | str = Recompute.NONE
+    attention: Attention | Literal["auto"] = "sdpa"
+    recompute: Recompute | Literal["auto"] = Recompute.NONE
     name: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         family_of(self.family)
-        require_one_of(self, "norm_order", tuple(_placements()))
-        require_one_of(self, "recompute", (*(member.value for member in Recompute), "auto"))
+        super().__post_init__()
+        check(Literal[*_placements()], self.norm_order, "norm_order")
         if self.recompute != "auto":
             object.__setattr__(self, "recompute", Recompute(self.recompute))
-        require_positive(self, "num_layers", "hidden_size", "num_attention_heads")
-        require_positive(self, "max_position_embeddings", "vocab_multiple")
-        for name in ("vocab_size", "ffn_hidden_size"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"`hidden_size` must be a multiple of `num_attention_heads` ({self.num_attention_heads}), "
-                f"but is {self.hidden_size}"
-            )
-        if self.gelu not in (None, "tanh", "erf"):
-            raise ValueError(f"`gelu` must be one of tanh, erf or null, but is {self.gelu!r}")
-        require_one_of(self, "attention", ATTENTIONS)
-        require_one_of(self, "initializer", ("generator", "counter"))
-        require_fraction(self, "hidden_dropout", "attention_dropout")
-        if self.embedding_dropout is not None:
-            require_fraction(self, "embedding_dropout")
-        require_above_zero(self, "initializer_std", *([] if self.layer_norm_eps is None else ["layer_norm_eps"]))
+        rule = f"a multiple of `num_attention_heads` ({self.num_attention_heads})"
+        require(self, "hidden_size", rule, self.hidden_size % self.num_attention_heads == 0)
 
     def resolve(
         self, vocab_size: int, attention: str = "sdpa", recompute: Recompute = Recompute.NONE
@@ -251,6 +232,17 @@ class ModelConfig:
         return {k: v.value if isinstance(v, Enum) else v for k, v in values if k != "name"}
 
 
+def require_positions(run: Any) -> None:
+    """Refuse sequences that are longer than the positions of the model.
+
+    Raises:
+        ValueError: `data.seq_length` is above `model.max_position_embeddings`.
+    """
+    positions = run.model.max_position_embeddings
+    rule = f"at most `model.max_position_embeddings` ({positions})"
+    require(run, "data.seq_length", rule, run.data.seq_length <= positions)
+
+
 @dataclass(frozen=True)
 class TransformerConfig(ModelConfig):
     """The architecture of one model, with every choice made: what a model is built from and a checkpoint keeps.
@@ -264,18 +256,9 @@ class TransformerConfig(ModelConfig):
         ValueError: an invalid value, a vocabulary size that is not known, or an `auto`.
     """
 
-    vocab_size: int
-    attention: str = "sdpa"
+    vocab_size: Positive
+    attention: Attention = "sdpa"
     recompute: Recompute = Recompute.NONE
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.vocab_size is None:
-            raise ValueError("`vocab_size` must be known before a model is built, but is null")
-        if self.recompute == "auto":
-            raise ValueError("`recompute` must be none, selective or full before a model is built, but is auto")
-        if self.attention == "auto":
-            raise ValueError("`attention` must be sdpa, exact or a backend before a model is built, but is auto")
 
     @classmethod
     def from_dict(cls, values: dict) -> "TransformerConfig":

@@ -4,55 +4,47 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import require_not_negative, require_path, require_positive
+from .checks import Checked, Count, PathText, Positive, require
 from .cluster import Cluster, read_cluster
-from .from_dict import build
+from .from_dict import EntryConfig
 from .layout import ParallelConfig
-from .model import ModelConfig
+from .model import ModelConfig, require_positions
 from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
 
 # Keys of a recipe or a fidelity that cost nothing, accepted so that a command line of train.py can be planned.
 _TRAINING_ONLY = ("schedule", "checkpoint", "logger", "loss_reduction", "dropout_seeds", "fidelity")
-_ENTRY_POINT_ONLY = ("run_dir", "overrides")
 
 
 @dataclass(frozen=True)
-class PlanData:
+class PlanData(Checked):
     """`data=`: the part that affects cost.
 
     Args:
         seq_length: tokens of a sequence.
     """
 
-    seq_length: int
-
-    def __post_init__(self) -> None:
-        require_positive(self, "seq_length")
+    seq_length: Positive
 
 
 @dataclass(frozen=True)
-class PlanConfig:
+class PlanConfig(EntryConfig):
     """One request to the planner.
 
     Args:
         name: shown above the answer.
         model: its sizes.
-        parallel: sizes or `auto`: the smallest power of two that fits, as in a run; the largest dp_size the devices and
-            the batch allow.
+        parallel: sizes, or `auto` as in a run.
         cluster: that it would run on.
         micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step.
         record: where `measure` writes its record, which `parallel=measured` reads.
-        num_devices: devices of the job, all used unless `parallel.dp_size` is given; None: up to all of the cluster, in
-            a search the largest number that some layout can use.
-        best: rank all layouts instead of planning one, without and with `parallel.zero1` and, on GPUs,
-            `parallel.batch_halves`.
+        num_devices: devices of the job; None: as many as the cluster and the batch allow.
+        best: rank all layouts, with and without `parallel.zero1` and `batch_halves`, instead of planning one.
         top: number of layouts that a ranking shows.
-        find_recompute: if the model does not fit, use the first mode that recomputes more and fits.
-        operations: also show every operation of a step with its counts and its time, slowest first; needs one layout.
+        find_recompute: if the model does not fit, plan with the first `recompute` that does.
+        operations: show every operation of a step with its counts and time; needs one layout.
         json: print JSON instead of a table.
-        measure: train this many of the best modelled layouts for a few steps on this machine, which `cluster` must
-            describe, with `micro_batch_size` as given; 0: none.
+        measure: train this many of the best modelled layouts for a few steps on this machine; 0: none.
     """
 
     name: str
@@ -63,43 +55,32 @@ class PlanConfig:
     data: PlanData
     trainer: TrainerConfig
     optimizer: OptimizerConfig
-    micro_batch_size: int
-    global_batch_size: int
-    record: str
-    num_devices: int | None = None
+    micro_batch_size: Positive
+    global_batch_size: Positive
+    record: PathText
+    num_devices: Positive | None = None
     best: bool = False
-    top: int = 10
+    top: Positive = 10
     find_recompute: bool = True
     operations: bool = False
     json: bool = False
-    measure: int = 0
+    measure: Count = 0
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_size", "global_batch_size", "top")
-        require_not_negative(self, "measure")
-        require_path(self, "record")
+        super().__post_init__()
         self.parallel.refuse_record()
-        if self.measure and (self.best or self.operations):
-            raise ValueError(f"`measure` must be 0 with `best` or `operations`, but is {self.measure}")
-        if self.data.seq_length > self.model.max_position_embeddings:
-            raise ValueError(
-                f"`data.seq_length` must be at most `model.max_position_embeddings` "
-                f"({self.model.max_position_embeddings}), but is {self.data.seq_length}"
-            )
-        if self.operations and self.best:
-            raise ValueError("`operations` must be false with best=true, but is true")
+        is_modelled = not (self.measure and (self.best or self.operations))
+        require(self, "measure", "0 with `best` or `operations`", is_modelled)
+        require_positions(self)
+        require(self, "operations", "false with best=true", not (self.operations and self.best))
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         peaks = self.cluster.peaks
         if peaks.tf32 is not None and self.trainer.matmul_precision != "highest":  # as the run multiplies
             peaks = dataclasses.replace(peaks, fp32=peaks.tf32)
             object.__setattr__(self, "cluster", dataclasses.replace(self.cluster, peaks=peaks))
         if self.num_devices is not None:
-            require_positive(self, "num_devices")
-            if self.num_devices > self.cluster.num_devices:
-                raise ValueError(
-                    f"`num_devices` must be at most the {self.cluster.num_devices:,} of {self.cluster.name}, "
-                    f"but is {self.num_devices:,}"
-                )
+            rule = f"at most the {self.cluster.num_devices:,} of {self.cluster.name}"
+            require(self, "num_devices", rule, self.num_devices <= self.cluster.num_devices)
 
     @classmethod
     def from_dict(cls, values: dict) -> "PlanConfig":
@@ -109,7 +90,7 @@ class PlanConfig:
             ValueError: an unknown key, a missing key or a value of a different type, with its dotted name.
         """
         overrides = values.get("overrides") or []
-        values = {key: value for key, value in values.items() if key not in (*_TRAINING_ONLY, *_ENTRY_POINT_ONLY)}
+        values = {key: value for key, value in values.items() if key not in _TRAINING_ONLY}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
             beside = [o for o in overrides if o.lstrip("+").startswith("cluster.") and "cluster.path" not in o]
@@ -121,7 +102,7 @@ class PlanConfig:
             values["cluster"] = given if path is None else read_cluster(Path(path))
         if isinstance(values.get("data"), dict):
             values["data"] = {key: value for key, value in values["data"].items() if key == "seq_length"}
-        return build(cls, values, "")
+        return super().from_dict(values)
 
     @property
     def machine(self) -> Cluster:

@@ -1,24 +1,29 @@
 """How a model is trained: `optimizer=`, `schedule=`, `trainer=`, `precision=`, `checkpoint=`, `resume`."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from .checks import (
-    ACCELERATORS,
-    MATMUL_PRECISIONS,
-    require_above_zero,
-    require_fraction,
-    require_not_negative,
-    require_one_of,
-    require_positive,
+    AboveZero,
+    Accelerator,
+    AtLeastZero,
+    Checked,
+    Count,
+    Fraction,
+    MatmulPrecision,
+    Positive,
+    Rule,
+    refuse,
+    require,
 )
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
-FORMULAS = ("paper", "megatron_v1")  # of the learning rate
-DTYPES = ("fp64", "fp32", "bf16", "fp16", "fp8")
+RESUME_RULE = "none, auto or the path of a checkpoint"
+Formula = Literal["paper", "megatron_v1"]  # of the learning rate
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
     """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms.
 
     Args:
@@ -28,53 +33,42 @@ class OptimizerConfig:
         eps: added to the denominator of the update.
         weight_decay: decoupled weight decay.
         max_grad_norm: gradients are clipped to this global norm; None: no clipping.
-        moments: `fp32` (fp64 for fp64 weights), or `bf16`: half the bytes, rounded stochastically after every update.
+        moments: type of both moments; `bf16` takes half the bytes and is rounded stochastically.
     """
 
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    max_grad_norm: float | None = 1.0
-    moments: str = "fp32"
-
-    def __post_init__(self) -> None:
-        require_not_negative(self, "lr", "weight_decay")
-        require_fraction(self, "beta1", "beta2")
-        require_above_zero(self, "eps", *([] if self.max_grad_norm is None else ["max_grad_norm"]))
-        require_one_of(self, "moments", ("fp32", "bf16"))
+    lr: AtLeastZero
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: AboveZero = 1e-8
+    weight_decay: AtLeastZero = 0.01
+    max_grad_norm: AboveZero | None = 1.0
+    moments: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(Checked):
     """`schedule=`: warm-up and decay of the learning rate; see `training/step/learning_rate.py`.
 
     Args:
-        decay: `cosine`, `linear` or `constant`.
+        decay: form of the decay.
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: optimizer step at which the decay ends.
         min_lr: learning rate at the end of the decay.
-        formula: `paper`, or `megatron_v1` as in the released code, whose first update has rate 0.
+        formula: `megatron_v1` is that of the released code, whose first update has rate 0.
     """
 
-    decay: str
-    warmup_steps: int
-    decay_steps: int
-    min_lr: float = 0.0
-    formula: str = "paper"
+    decay: Literal["cosine", "linear", "constant"]
+    warmup_steps: Count  # may be longer than the run: a short trial of a long recipe never leaves it
+    decay_steps: Positive
+    min_lr: AtLeastZero = 0.0
+    formula: Formula = "paper"
 
     def __post_init__(self) -> None:
-        require_one_of(self, "decay", ("cosine", "linear", "constant"))
-        require_one_of(self, "formula", FORMULAS)
-        require_positive(self, "decay_steps")
-        # A warm-up longer than the run is allowed: a short trial of a long recipe never leaves it.
-        require_not_negative(self, "warmup_steps", "min_lr")
-        if self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps:  # it would rise above the peak
-            raise ValueError(
-                f"`schedule.warmup_steps` must be at most half of `schedule.decay_steps` ({self.decay_steps}) with "
-                f"formula megatron_v1, but is {self.warmup_steps}"
-            )
+        super().__post_init__()
+        # The rate would rise above the peak.
+        is_above = self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps
+        rule = f"at most half of `decay_steps` ({self.decay_steps}) with formula megatron_v1"
+        require(self, "warmup_steps", rule, not is_above)
 
     def check_peak(self, lr: float) -> None:
         """Refuse a floor above the peak.
@@ -87,7 +81,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class TrainerConfig:
+class TrainerConfig(Checked):
     """`trainer=`: how long to train, and how often to validate (optimizer steps; sequences).
 
     Args:
@@ -95,52 +89,37 @@ class TrainerConfig:
         stop_after_steps: stop cleanly, with a checkpoint, once this many steps of the run are done; None: max_steps.
         validate_every_steps: 0 validates only at the start and the end.
         num_validation_samples: sequences scored each time, always the same; None: all.
-        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
-        max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite, before the run stops
-            with a diagnosis; those after which fp16's loss scale halves are not counted.
+        accelerator: `auto`: a GPU if there is one.
+        max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite; those that halve fp16's
+            loss scale do not count.
         check_replicas_every_steps: how often the ranks compare hashes of tensors that must be equal; 0: never.
-        num_threads: CPU threads per rank, at most the machine's cores; None: OMP_NUM_THREADS if it is set, else
-            srun's `--cpus-per-task`, else the cores over the local ranks.
-        matmul_precision: fp32 matrix products, `highest`, `high` or `medium` (torch.set_float32_matmul_precision);
-            a GPU may use TF32 unless it is `highest`, and with `medium` a CPU with AMX may round the factors to bf16.
-        profiler: `torch` writes a trace of the 4th to 6th step of a start into the run folder's `profile`, from the
-            tensor ranks of data rank 0; None: no profile.
-        progress_bar: show the progress in one line, rewritten on a terminal, and a new one every 100 steps elsewhere.
+        num_threads: CPU threads per rank; None: OMP_NUM_THREADS, else srun's `--cpus-per-task`, else the cores over the
+            local ranks.
+        matmul_precision: of fp32 matrix products (torch.set_float32_matmul_precision): unless `highest`, a GPU may use
+            TF32; with `medium`, a CPU may round to bf16.
+        profiler: `torch` writes a trace of steps 4 to 6 of a start into `profile`, from the tensor ranks of data rank
+            0.
+        progress_bar: show the progress in one line, on a terminal rewritten, elsewhere every 100 steps.
     """
 
-    max_steps: int
-    stop_after_steps: int | None = None
-    validate_every_steps: int = 0
-    num_validation_samples: int | None = None
-    max_skipped_steps: int = 10
-    check_replicas_every_steps: int = 100
-    accelerator: str = "auto"
-    num_threads: int | None = None
-    matmul_precision: str = "high"
-    profiler: str | None = None
+    max_steps: Positive
+    stop_after_steps: Positive | None = None
+    validate_every_steps: Count = 0
+    num_validation_samples: Positive | None = None
+    max_skipped_steps: Count = 10
+    check_replicas_every_steps: Count = 100
+    accelerator: Accelerator = "auto"
+    num_threads: Positive | None = None
+    matmul_precision: MatmulPrecision = "high"
+    profiler: Literal["torch"] | None = None
     progress_bar: bool = True
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_steps")
-        for name in ("stop_after_steps", "num_validation_samples", "num_threads"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
-        if self.profiler not in (None, "torch"):
-            raise ValueError(f"`trainer.profiler` must be torch or null, but is {self.profiler!r}")
+        super().__post_init__()
         length = "max_steps" if self.stop_after_steps is None else "stop_after_steps"
-        if self.profiler is not None and getattr(self, length) < TRACED_UP_TO:
-            raise ValueError(
-                f"`trainer.{length}` must be at least {TRACED_UP_TO} with `trainer.profiler`, "
-                f"but is {getattr(self, length)}"
-            )
-        if self.stop_after_steps is not None and self.stop_after_steps > self.max_steps:
-            raise ValueError(
-                f"`trainer.stop_after_steps` must be at most `trainer.max_steps` ({self.max_steps}), "
-                f"but is {self.stop_after_steps}"
-            )
-        require_not_negative(self, "validate_every_steps", "max_skipped_steps", "check_replicas_every_steps")
-        require_one_of(self, "accelerator", ACCELERATORS)
-        require_one_of(self, "matmul_precision", MATMUL_PRECISIONS)
+        is_traced = self.profiler is None or getattr(self, length) >= TRACED_UP_TO
+        require(self, length, f"at least {TRACED_UP_TO} with `profiler`", is_traced)
+        require(self, length, f"at most `max_steps` ({self.max_steps})", getattr(self, length) <= self.max_steps)
 
 
 def require_moments_fit(moments: str, dtype: str) -> None:
@@ -154,32 +133,27 @@ def require_moments_fit(moments: str, dtype: str) -> None:
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(Checked):
     """`precision=`: type of weights, activations and gradients. Half types have fp32 masters in the optimizer.
 
     Args:
-        dtype: `fp64`, `fp32`, `bf16`, `fp16`, or `fp8`: bf16, with the matrix products of the linear layers in float8;
-            see `parallel/float8.py`.
+        dtype: of weights, activations and gradients; `fp8`: bf16, with the matrix products of linear layers in float8.
         initial_loss_scale: first loss scale (section 4.2); used by fp16 only.
         loss_scale_window: steps without overflow after which the loss scale doubles.
-        hysteresis: overflows after which the loss scale halves; with fp16 at most `trainer.max_skipped_steps` (or 2).
+        hysteresis: overflows after which the loss scale halves.
         min_loss_scale: lower bound of the loss scale.
     """
 
-    dtype: str
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
     initial_loss_scale: float = 4294967296.0
-    loss_scale_window: int = 1000
-    hysteresis: int = 2
-    min_loss_scale: float = 1.0
+    loss_scale_window: Positive = 1000
+    hysteresis: Positive = 2
+    min_loss_scale: AboveZero = 1.0
 
     def __post_init__(self) -> None:
-        require_one_of(self, "dtype", DTYPES)
-        require_positive(self, "loss_scale_window", "hysteresis")
-        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
-            raise ValueError(
-                f"`precision.min_loss_scale` must be above 0 and at most `precision.initial_loss_scale` "
-                f"({self.initial_loss_scale}), but is {self.min_loss_scale}"
-            )
+        super().__post_init__()
+        rule = f"at most `initial_loss_scale` ({self.initial_loss_scale})"
+        require(self, "min_loss_scale", rule, self.min_loss_scale <= self.initial_loss_scale)
 
     def refuse_float8(self) -> None:
         """Refuse fp8 outside pretraining: batches have any length there, and float8 products need multiples of 16.
@@ -188,7 +162,7 @@ class PrecisionConfig:
             ValueError: `dtype` is fp8.
         """
         if self.dtype == "fp8":
-            raise ValueError(f"`precision` must be one of {', '.join(DTYPES[:-1])} outside pretraining, but is fp8")
+            refuse("precision", "one of fp64, fp32, bf16, fp16 outside pretraining", "fp8")
 
 
 def require_loss_scale_halves(precision: PrecisionConfig, max_skipped_steps: int) -> None:
@@ -208,7 +182,7 @@ def require_loss_scale_halves(precision: PrecisionConfig, max_skipped_steps: int
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """`checkpoint=`: when to save, what to keep, and what to do if saving fails.
 
     Args:
@@ -216,50 +190,38 @@ class CheckpointConfig:
         save_every_minutes: minutes of wall time between checkpoints; None: none by the clock.
         save_last: save one at the end of the run.
         keep_last: number of newest checkpoints kept; None: all.
-        keep_best: number of checkpoints of lowest validation loss kept in addition; a new best is saved as soon as it
-            is validated. None: none.
+        keep_best: checkpoints of lowest validation loss kept in addition, saved as soon as validated; None: none.
         async_ (key `async`): write in the background; training waits only for a copy to host memory.
-        on_error: `continue` training if a checkpoint cannot be written (the run ends with exit code 74 unless a later
-            one is), or `stop` at once.
+        on_error: `continue` training if a checkpoint cannot be written (exit code 74 unless a later one is), or `stop`
+            at once.
     """
 
-    save_every_steps: int = 0
-    save_every_minutes: float | None = None
+    save_every_steps: Count = 0
+    save_every_minutes: AboveZero | None = None
     save_last: bool = True
-    keep_last: int | None = 2
-    keep_best: int | None = None
+    keep_last: Positive | None = 2
+    keep_best: Positive | None = None
     async_: bool = False
-    on_error: str = "continue"
-
-    def __post_init__(self) -> None:
-        require_not_negative(self, "save_every_steps")
-        if self.save_every_minutes is not None:
-            require_above_zero(self, "save_every_minutes")
-        for name in ("keep_last", "keep_best"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
-        require_one_of(self, "on_error", ("continue", "stop"))
+    on_error: Literal["continue", "stop"] = "continue"
 
 
 @dataclass(frozen=True)
-class ResumeConfig:
+class ResumeConfig(Checked):
     """`resume`: which checkpoint a run starts from, and with which schedule. `resume=X` is short for `resume.path=X`.
 
     Args:
-        path: `none`, `auto` (the newest intact checkpoint of the run folder; from the start if there is none) or the
-            path of a checkpoint or run folder.
-        schedule: if the schedule or the peak learning rate differs from the checkpoint's: `assert` refuses, `keep` uses
-            the checkpoint's, `override` uses the current one.
+        path: `none`, `auto` (the newest intact checkpoint of the run folder, if any) or the path of a checkpoint or run
+            folder.
+        schedule: if schedule or peak rate differ from the checkpoint's: `assert` refuses, `keep` takes the
+            checkpoint's, `override` the current ones.
         weights_only: load only the weights: a new run, on any data, from step 0.
     """
 
-    path: str = "none"
-    schedule: str = "assert"
+    path: Annotated[str, Rule(RESUME_RULE, bool)] = "none"  # as an empty path it would be the working directory
+    schedule: Literal["assert", "keep", "override"] = "assert"
     weights_only: bool = False
 
     def __post_init__(self) -> None:
-        require_one_of(self, "schedule", ("assert", "keep", "override"))
-        if not self.path:  # as a path it would be the working directory
-            raise ValueError("`resume` must be none, auto or the path of a checkpoint, but is ''")
-        if self.weights_only and self.path in ("none", "auto"):
-            raise ValueError(f"`resume.path` must be a checkpoint where `resume.weights_only`=true, but is {self.path}")
+        super().__post_init__()
+        is_weights = not (self.weights_only and self.path in ("none", "auto"))
+        require(self, "path", "a checkpoint where `weights_only`=true", is_weights)

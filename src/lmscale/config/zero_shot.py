@@ -1,18 +1,17 @@
 """The configuration of a zero-shot evaluation: the typed form of `conf/zero_shot.yaml`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from .checks import ACCELERATORS, require_one_of, require_path, require_positive
-from .from_dict import build, to_plain
+from .checks import Accelerator, Checked, PathText, Positive, refuse, require
+from .from_dict import EntryConfig, build
 from .generate import GenerateTokenizer
 from .layout import Layout
 from .training import PrecisionConfig
 
-LAMBADA_FORMS = ("openai", "original")
-
 
 @dataclass(frozen=True)
-class WikiText103Config:
+class WikiText103Config(Checked):
     """`task=wikitext103`: perplexity of the words of a WikiText file.
 
     Args:
@@ -26,19 +25,19 @@ class WikiText103Config:
 
     name: str
     path: str
-    stride: int = 32
-    window: int = 1024
+    stride: Positive = 32
+    window: Positive = 1024
 
     def __post_init__(self) -> None:
-        require_positive(self, "stride", "window")
+        super().__post_init__()
         if self.stride > self.window:
             # The stride may be the default.
-            both = f"set both: task.window={self.window} task.stride={max(1, self.window // 2)}"
-            raise ValueError(f"`stride` must be at most `window` ({self.window}), but is {self.stride}; {both}")
+            both = f"; set both: task.window={self.window} task.stride={max(1, self.window // 2)}"
+            refuse("stride", f"at most `window` ({self.window})", self.stride, both)
 
 
 @dataclass(frozen=True)
-class LambadaConfig:
+class LambadaConfig(Checked):
     """`task=lambada`: accuracy on the last words of passages.
 
     Args:
@@ -54,19 +53,16 @@ class LambadaConfig:
 
     name: str
     path: str
-    form: str = "openai"
+    form: Literal["openai", "original"] = "openai"
     stop_word_filter: bool = False
     truncate_left: bool = False
-
-    def __post_init__(self) -> None:
-        require_one_of(self, "form", LAMBADA_FORMS)
 
 
 TASKS = {"wikitext103": WikiText103Config, "lambada": LambadaConfig}
 
 
 @dataclass(frozen=True)
-class ZeroShotConfig:
+class ZeroShotConfig(EntryConfig):
     """One zero-shot evaluation.
 
     Args:
@@ -77,7 +73,7 @@ class ZeroShotConfig:
         count_only: print what would be scored, and stop.
         micro_batch_tokens: largest number of tokens of a forward pass (one window or passage may have more).
         precision: its `dtype` is that of weights and arithmetic.
-        accelerator: `auto` (a GPU if there is one), `cpu` or `gpu`.
+        accelerator: `auto`: a GPU if there is one.
 
     Raises:
         ValueError: an invalid value.
@@ -85,46 +81,32 @@ class ZeroShotConfig:
 
     run_dir: str
     task: WikiText103Config | LambadaConfig
-    ckpt: str | None = None
+    ckpt: PathText | None = None
     count_only: bool = False
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: Positive = 8192
     precision: PrecisionConfig = PrecisionConfig("fp32")
-    accelerator: str = "auto"
+    accelerator: Accelerator = "auto"
     parallel: Layout = Layout()
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
     def __post_init__(self) -> None:
-        require_positive(self, "micro_batch_tokens")
+        super().__post_init__()
         self.precision.refuse_float8()
-        if self.parallel.sequence_parallel:  # windows and passages are of any length
-            raise ValueError("`parallel.sequence_parallel` must be false for an evaluation, but is true")
-        if self.parallel.batch_halves:  # layers are not compiled
-            raise ValueError("`parallel.batch_halves` must be false for an evaluation, but is true")
-        if self.parallel.zero1:
-            raise ValueError("`parallel.zero1` must be false for an evaluation, which has no optimizer, but is true")
-        require_one_of(self, "accelerator", ACCELERATORS)
+        # Windows and passages are of any length, layers are not compiled, and there is no optimizer.
+        for name in ("sequence_parallel", "batch_halves", "zero1"):
+            require(self, f"parallel.{name}", "false for an evaluation", not getattr(self.parallel, name))
         if self.ckpt is None and not self.count_only:
             raise ValueError("`ckpt` must be given, unless count_only=true")
-        if self.ckpt is not None:
-            require_path(self, "ckpt")
 
     @classmethod
     def from_dict(cls, values: dict) -> "ZeroShotConfig":
-        """Build from nested plain values; `overrides`, which the entry point adds, are not part of an evaluation.
+        """As in `EntryConfig`; the name of the task chooses its keys.
 
         Raises:
             ValueError: an unknown key, a missing one or a value of a different type, with its dotted name.
         """
-        values = {key: value for key, value in values.items() if key != "overrides"}
-        task = values.pop("task", None)
+        task = values.get("task")
         if not isinstance(task, dict) or task.get("name") not in TASKS:
-            raise ValueError(f"`task` must be one of {', '.join(TASKS)}, but is {task!r}")
-        kind = (values.get("tokenizer") or {}).get("kind")
-        if kind not in (None, "gpt2"):
-            raise ValueError(f"`tokenizer` must be gpt2, or left alone for the checkpoint's own, but is {kind}")
+            refuse("task", f"one of {', '.join(TASKS)}", task)
         task = build(TASKS[task["name"]], task, "task.")
-        return build(cls, values | {"task": task}, "")
-
-    def to_dict(self) -> dict:
-        """Nested plain values, ready for JSON."""
-        return to_plain(self)
+        return super().from_dict(values | {"task": task})

@@ -1,0 +1,44 @@
+"""The types of configuration fields: what fits them, and how other values are refused."""
+
+from typing import Annotated, Literal
+
+import pytest
+
+from lmscale.config.checks import AboveZero, Count, Fraction, Positive, Rule, Steps, check, in_words
+from lmscale.config.model import Recompute
+
+AUTO = Literal["auto"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "message"),
+    [
+        (Positive, 0, "a whole number of at least 1, but is 0"),
+        (Positive | None, 0, "a whole number of at least 1, but is 0"),  # null is no remedy
+        (Positive | None, "many", "a whole number or null, but is 'many'"),
+        (Positive, True, "a whole number, but is true"),
+        (AUTO | Positive, -1, "auto or a whole number of at least 1, but is -1"),
+        (bool | AUTO, 1, "true or false or auto, but is 1"),
+        (Count, None, "a whole number, but is null"),
+        (AboveZero, float("nan"), "a finite number, but is nan"),
+        (Annotated[Fraction, Rule("above 0", bool)], 0.0, "above 0, but is 0.0"),
+        (Fraction, 1, "at least 0 and below 1, but is 1"),
+        (Recompute | AUTO, "ful", "one of none, selective, full, auto, but is 'ful'; did you mean `full`?"),
+        (Literal["torch"] | None, "x", "torch or null, but is 'x'"),
+        (Steps, [1, 0], "a list of whole numbers of at least 1, but is [1, 0]"),
+        (str | dict | None, 2024, """text or a group of keys or null, but is 2024; quotes make it text: 'key="..."'"""),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_by_rule_and_value(hint, value, message) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(hint, value, "key")
+    assert str(caught.value) == f"`key` must be {message}"
+
+
+def test_every_alternative_of_a_type_fits_and_is_named() -> None:
+    hint = AUTO | Positive | None
+    for value in ("auto", 1, None):
+        check(hint, value, "key")
+    assert in_words(hint) == "auto or a whole number of at least 1 or null"
+    check(AboveZero, 3, "key")
+    check(Recompute, Recompute.FULL, "key")
