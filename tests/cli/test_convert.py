@@ -106,10 +106,6 @@ def test_an_invalid_value_is_refused_before_torch_is_imported(mistake: str) -> N
 MISTAKES = {
     "a missing target": (["source=x"], "`target` must be given"),
     "an unknown key": (["tpsize=2", "target=target"], "`tpsize` is not a known key or group of the configuration"),
-    "a push without network": (
-        ["source=.", "target=target", "format=hugging_face", "push_to_hub=me/gpt"],
-        "`push_to_hub` must be null without a network and a login (hf auth login), but is me/gpt: ",
-    ),
     "no source": (["source=nowhere", "target=target"], "`source` must be a checkpoint, a run folder or"),
     "ranks that do not divide": (
         ["source=${published}", "target=target", "tp_size=3"],
