@@ -12,8 +12,8 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, check_model, list_checkpoints, read_metadata
 from lmscale.data.sampler import GlobalBatchSampler
-from lmscale.training import checkpointing
-from lmscale.training.output.resuming import find_checkpoint
+from lmscale.training.checkpoints import sharded_strategy
+from lmscale.training.checkpoints.resuming import find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 
@@ -247,7 +247,7 @@ def test_a_file_that_another_host_writes_may_appear_late(tmp_path, monkeypatch) 
 
     timer = threading.Timer(0.5, write)
     timer.start()
-    assert checkpointing._appears(late)
+    assert sharded_strategy._appears(late)
     timer.join()
-    monkeypatch.setattr(checkpointing, "_NFS_DELAY_S", 0.3)
-    assert not checkpointing._appears(tmp_path / "checkpoints" / ".other")
+    monkeypatch.setattr(sharded_strategy, "_NFS_DELAY_S", 0.3)
+    assert not sharded_strategy._appears(tmp_path / "checkpoints" / ".other")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lmscale.training import resolve
-from lmscale.training.output import resuming
+from lmscale.training.checkpoints import resuming
 from lmscale.training.runtime import gpu_settings
 
 

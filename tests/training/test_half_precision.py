@@ -18,8 +18,8 @@ from lmscale.parallel import (
 )
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
-from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.training_module import DTYPES
 
 ROWS, HIDDEN, NUM_IDS, POSITIONS = 16384, 64, 50, 128
 LINEARS = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": ReplicatedLinear}

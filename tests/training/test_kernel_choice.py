@@ -19,8 +19,8 @@ from lmscale.models.attention_backend import choose_fastest, fastest_backend, pr
 from lmscale.training import agreement
 from lmscale.training import resolve as resolving
 from lmscale.training.agreement import agree_on_kernels
-from lmscale.training.output import resuming
-from lmscale.training.output.resuming import kept_metadata
+from lmscale.training.checkpoints import resuming
+from lmscale.training.checkpoints.resuming import kept_metadata
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import compiling_pays, keep_compile, resolve, resolve_attention
 

@@ -15,9 +15,9 @@ from lmscale.config.layout import ParallelConfig
 from lmscale.launcher import World
 from lmscale.planner.workload import rank_memory, usable_bytes
 from lmscale.training import fit, pretrain, resolve
+from lmscale.training.announcement import describe_idle_gpus
+from lmscale.training.checkpoints import resuming
 from lmscale.training.job import Job
-from lmscale.training.output import resuming
-from lmscale.training.output.announcement import describe_idle_gpus
 from lmscale.training.runtime import gpu_settings
 from lmscale.training.runtime.session import new_trainer
 

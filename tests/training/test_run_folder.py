@@ -13,7 +13,7 @@ from runs import tiny_run
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
-from lmscale.training.output.announcement import describe_options, warn_of_costly_validation
+from lmscale.training.announcement import describe_options, warn_of_costly_validation
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.runtime import run_lock

@@ -13,7 +13,7 @@ from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
 from ..parallel import ParallelContext
-from ..training.output.metrics_file import MetricsFile
+from ..training.metrics_file import MetricsFile
 from ..training.resolve import resolve_accelerator
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.gpu_settings import set_allocator

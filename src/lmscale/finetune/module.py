@@ -16,7 +16,7 @@ from ..parallel.data_collectives import sum_over_data_ranks
 from ..training.runtime.ending import Ending
 from ..training.runtime.exit_codes import DIVERGED, DONE
 from ..training.runtime.watchdog import Watchdog
-from ..training.step.module import TrainingModule
+from ..training.step.training_module import TrainingModule
 from .batches import Batch
 from .features import Features
 from .heads import build_finetune_model

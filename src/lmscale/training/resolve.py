@@ -100,7 +100,7 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     corpus_hash = build_data(run, corpus, batch).corpus_hash  # refuses a small corpus before any rank starts
     optimizer, schedule = run.optimizer, run.schedule
     if checked.checkpoint is not None:
-        from .output.resuming import check_fit
+        from .checkpoints.resuming import check_fit
 
         optimizer, schedule = check_fit(run, model, corpus_hash, checked.checkpoint)
     decided = vars(checked) | {"model": model, "files": files or {}}
@@ -237,7 +237,7 @@ def _may_have_gpu() -> bool:
 
 def _find_checkpoint(run: RunConfig, on_gpu: bool) -> tuple[str | None, Any]:
     """The checkpoint to start from, and its metadata if the run keeps its kernels."""
-    from .output.resuming import find_checkpoint, kept_metadata
+    from .checkpoints.resuming import find_checkpoint, kept_metadata
 
     path = find_checkpoint(run)
     return path, None if run.resume.weights_only else kept_metadata(path, on_gpu)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..checkpoint import CheckpointWriter
 from ..config import Layout
 from ..parallel import ParallelContext, choose_communicator
-from .checkpointing import ShardedCheckpointStrategy
+from .checkpoints.sharded_strategy import ShardedCheckpointStrategy
 
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
