@@ -5,10 +5,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, write_atomically
+from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..results import new_record, write_record
+from ..shared_files import write_atomically
 from .agreement import Agreement
 from .announcement import announce
 from .callbacks.diagnosis import count_updates, first_cause
