@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..checkpoint import (
     METADATA,
@@ -41,7 +40,7 @@ from ..config.family import family_of
 from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..launcher import World, world_from_outside
 from ..models import build_model
-from ..parallel import ParallelContext, choose_communicator, padding_of
+from ..parallel import ParallelContext, make_context, padding_of
 
 USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,8 +82,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
             its node's ranks.
 
     Communicates:
-        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
-        communicate through (`choose_communicator`).
+        as `make_context`.
     """
     world = world_from_outside() or World()
     if world.size != tp_size * dp_size:
@@ -103,17 +101,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         return ParallelContext()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
-    mesh = init_device_mesh(device_type, (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
-    return ParallelContext(
-        tp_rank=mesh.get_local_rank("tensor"),
-        tp_size=tp_size,
-        dp_rank=mesh.get_local_rank("data"),
-        dp_size=dp_size,
-        tp_group=mesh.get_group("tensor"),
-        dp_group=mesh.get_group("data"),
-        tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
-        pad_heads=pad_heads,
-    )
+    return make_context({"data": dp_size, "tensor": tp_size}, device_type, TIMEOUT, pad_heads=pad_heads)
 
 
 def load_model(
