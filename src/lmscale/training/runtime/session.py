@@ -81,7 +81,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     trainer = L.Trainer(
         accelerator=job.accelerator,
         devices=world.local_size,
-        num_nodes=world.size // world.local_size,
+        num_nodes=world.num_hosts,
         strategy=strategy,
         plugins=[TorchElasticEnvironment()],
         max_epochs=-1,
