@@ -46,7 +46,10 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> l
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context))
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
     batch["dropout_numbers"] = torch.arange(2)
-    with torch.random.fork_rng(), mock.patch(f"{STEP}.sum_over_data_ranks", lambda x, _: x):
+    with (
+        torch.random.fork_rng(),
+        mock.patch(f"{STEP}.sum_over_data_ranks", lambda x, _: x),
+    ):
         for step in range(STEPS):
             module.on_load_checkpoint({"global_step": step})
             module.training_step([batch] * MICRO_STEPS, 0)
