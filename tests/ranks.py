@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import warm  # noqa: F401  forks them from a server with torch imported
-from torch.distributed.device_mesh import init_device_mesh
 
-from lmscale.parallel import ParallelContext, choose_communicator
+from lmscale import parallel
+from lmscale.parallel import ParallelContext
 
 
 def run_ranks(worker: Callable, world_size: int, *args: Any, timeout_s: float = 540.0) -> list[Any]:
@@ -79,16 +79,7 @@ def _join(rank: int, world_size: int, folder: str, worker: Callable, args: tuple
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
     """This rank's context in a (data, tensor) grid over all ranks, with the communicator of a real run."""
-    mesh = init_device_mesh("cpu", (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
-    return ParallelContext(
-        tp_rank=mesh.get_local_rank("tensor"),
-        tp_size=tp_size,
-        dp_rank=mesh.get_local_rank("data"),
-        dp_size=dp_size,
-        tp_group=mesh.get_group("tensor"),
-        dp_group=mesh.get_group("data"),
-        tp_communicator=choose_communicator(mesh.get_group("tensor"), timedelta(seconds=60)),
-    )
+    return parallel.make_context({"data": dp_size, "tensor": tp_size}, "cpu", timedelta(seconds=60))
 
 
 def run_in_turn(rank: int, run: Callable, jobs: list) -> list[Any]:

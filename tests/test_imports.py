@@ -13,7 +13,8 @@ FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf"}
 RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "config": ("every dataclass of every entry point, and every rule about sizes", set(), FRAMEWORKS),
     "partition": ("how gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
-    "results": ("one run, one JSON record", set(), FRAMEWORKS),
+    "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
+    "results": ("one run, one JSON record", {"shared_files"}, FRAMEWORKS),
     "launcher": ("who started this process, and which variables count", set(), FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (
@@ -41,11 +42,11 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "checkpoint": (
         "checkpoints on disk: format, any layout, checksums, Hugging Face",
-        {"config", "data", "models", "parallel"},
+        {"config", "data", "models", "parallel", "shared_files"},
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
     "text": ("texts on disk: which files are read, their formats, documents", set(), FRAMEWORKS),
-    "data": ("token files to samples", {"config", "text"}, {"hydra", "omegaconf"}),
+    "data": ("token files to samples", {"config", "text", "shared_files"}, {"hydra", "omegaconf"}),
     "corpus": ("raw text to token files", {"config", "data", "text"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
@@ -65,6 +66,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "checkpoint",
             "data",
             "launcher",
+            "shared_files",
             "threads",
         },
         {"hydra", "omegaconf"},

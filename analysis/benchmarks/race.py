@@ -20,7 +20,7 @@ from analysis.benchmarks.config import FILE_PEERS, BenchConfig
 from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record
-from lmscale.training.resolve import resolve_accelerator
+from lmscale.training.accelerator import resolve_accelerator
 
 from .peers.batches import make_batches
 from .peers.contender import Contender

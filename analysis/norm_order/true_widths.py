@@ -69,7 +69,7 @@ def forecast() -> dict[str, Any]:
     from lmscale.planner.memory import GIB
     from lmscale.planner.plan import make_plan
     from lmscale.planner.workload import checkpoint_bytes
-    from lmscale.training.resolve import workload_of
+    from lmscale.training.fit import workload_of
 
     found, metrics = runs(), {}
     for cluster in CLUSTERS:

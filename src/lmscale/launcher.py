@@ -38,6 +38,11 @@ class World:
     num_cores: int | None = None
     address: tuple[str, int] = ("", 0)
 
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.size // self.local_size
+
     def __post_init__(self) -> None:
         torchrun = self.launcher != "srun"
         names = ("RANK", "WORLD_SIZE") if torchrun else ("SLURM_PROCID", "SLURM_NTASKS")

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .shared_files import write_atomically
+
 RECORD_VERSION = 1
 _STARTED = time.time()  # of the process, which imports this module with its first ones
 KINDS = ("run", "scaled_down", "modelled")
@@ -155,12 +157,7 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_atomically(path, text.encode())
 
 
 def check_no_record(folder: str | Path) -> None:

@@ -11,7 +11,7 @@ from entry_points import environment
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS, COUNTING = "tests/training/test_attention_seeds.py", "tests/training/test_counters.py"
 UNIQUE = f"{SEEDS}::test_unique_seeds_give_every_rank_step_and_micro_step_its_own_mask"
-MODULE, COUNTERS = "src/lmscale/training/step/module.py", "src/lmscale/training/step/counters.py"
+MODULE, COUNTERS = "src/lmscale/training/step/training_module.py", "src/lmscale/training/step/counters.py"
 SEED_CALL = "seed_rank_generator(self.seed, step, index, self.dropout_rank, {})"
 LOSS = "src/lmscale/parallel/chunked_cross_entropy.py"
 SUMS = "tests/parallel/test_cross_entropy.py::test_gradients_of_half_weights_and_biases_are_summed_over_chunks_in_fp32"

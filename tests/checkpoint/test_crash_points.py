@@ -38,10 +38,10 @@ from lmscale.checkpoint import (
 from lmscale.checkpoint import reshard as reshard_module
 from lmscale.checkpoint.atomic_folder import atomic_folder
 from lmscale.checkpoint.metadata import latest_checkpoint
-from lmscale.training.callbacks.saving import Checkpointing
-from lmscale.training.output.metrics_file import MetricsFile
-from lmscale.training.output.resuming import agree_on_checkpoint
-from lmscale.training.output.run_folder import prepare_folder
+from lmscale.training.checkpoints.resuming import agree_on_checkpoint
+from lmscale.training.checkpoints.saving import Checkpointing
+from lmscale.training.metrics_file import MetricsFile
+from lmscale.training.run_folder import prepare_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows file descriptors through /proc")
 RUN = SimpleNamespace(resume=SimpleNamespace(path="auto"), checkpoint=SimpleNamespace(keep_last=2, keep_best=None))

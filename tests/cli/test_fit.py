@@ -10,7 +10,7 @@ from lmscale.config.layout import Layout, ParallelConfig
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.workload import Workload, checkpoint_bytes, rank_memory, usable_bytes
 from lmscale.training import fit
-from lmscale.training.resolve import resolve_layout
+from lmscale.training.fit import resolve_layout
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
@@ -68,10 +68,10 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelConfig(tp_size="auto", dp_size=dp_size)
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
-    assert resolve_layout(request, job, None, "cpu").tp_size == 1
+    assert resolve_layout(request, job, None, False).tp_size == 1
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
-        resolve_layout(request, job, None, "cpu")
+        resolve_layout(request, job, None, False)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])

@@ -17,7 +17,7 @@ from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.planner.question import plan_layout
 from lmscale.planner.workload import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.training import fit
-from lmscale.training.resolve import resolve_layout, resolve_recompute, workload_of
+from lmscale.training.fit import resolve_layout, resolve_recompute, workload_of
 
 GIB = 2**30
 GRID = [
@@ -80,7 +80,7 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
     monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     workload = workload_of(run)
-    layout = resolve_layout(run.parallel, workload, None, accelerator)
+    layout = resolve_layout(run.parallel, workload, None, accelerator == "gpu")
     fit.check_memory(run.name, workload, layout, None, accelerator == "gpu")
 
 
@@ -130,7 +130,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
-            trained = resolve_layout(run.parallel, workload_of(run), None, "gpu")
+            trained = resolve_layout(run.parallel, workload_of(run), None, True)
         except ValueError:  # no layout fits, or none on eight GPUs
             with pytest.raises(ValueError, match="no tp_size fits"):
                 plan_layout(wanted)

@@ -35,7 +35,7 @@ def compile_layer(case: dict, sources: list[str]) -> dict:
     from lmscale.config import TransformerConfig
     from lmscale.kernels import Kernels
     from lmscale.models import build_model
-    from lmscale.training.step.module import DTYPES
+    from lmscale.training.step.training_module import DTYPES
 
     clones = []
     get_generator = aot.get_default_generator

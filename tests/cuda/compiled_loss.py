@@ -28,7 +28,7 @@ def compile_loss(case: dict, sources: list[str]) -> dict:
 
     from lmscale import partition
     from lmscale.parallel import chunked_cross_entropy
-    from lmscale.training.step.module import DTYPES
+    from lmscale.training.step.training_module import DTYPES
 
     start_over(sources)
     chunked_cross_entropy._kernel.cache_clear()

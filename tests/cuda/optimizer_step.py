@@ -32,8 +32,8 @@ def main(guard: str, case: dict) -> None:
     from lmscale.config.training import OptimizerConfig, PrecisionConfig
     from lmscale.models import build_model
     from lmscale.parallel import ParallelContext
-    from lmscale.training.step.module import DTYPES
     from lmscale.training.step.optimizer import MixedPrecisionAdamW
+    from lmscale.training.step.training_module import DTYPES
 
     class Watch(TorchDispatchMode):
         """Counts the operations of the device, and notes what makes the host wait or mixes devices."""

@@ -26,8 +26,8 @@ from lmscale.models import build_model
 from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext
 from lmscale.training.callbacks.layer_statistics import measure_sublayers
-from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.training_module import DTYPES
 
 BOUND = 1e-12
 DROPPING = {"attention": "exact", "hidden_dropout": 0.2, "attention_dropout": 0.2}

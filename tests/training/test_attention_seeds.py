@@ -12,6 +12,7 @@ from lmscale.parallel import ParallelContext, seed_rank_generator
 from lmscale.training.module import GPTModule
 
 RANKS = list(itertools.product((0, 1), (0, 1)))  # (dp_rank, tp_rank)
+STEP = "lmscale.training.step.training_module"
 STEPS, MICRO_STEPS = 3, 2
 
 
@@ -45,7 +46,10 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> l
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context))
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
     batch["dropout_numbers"] = torch.arange(2)
-    with torch.random.fork_rng(), mock.patch("lmscale.training.step.module.sum_over_data_ranks", lambda x, _: x):
+    with (
+        torch.random.fork_rng(),
+        mock.patch(f"{STEP}.sum_over_data_ranks", lambda x, _: x),
+    ):
         for step in range(STEPS):
             module.on_load_checkpoint({"global_step": step})
             module.training_step([batch] * MICRO_STEPS, 0)
@@ -114,7 +118,7 @@ def test_shared_seeds_give_all_data_ranks_the_keys_of_the_samples_at_the_same_pl
 
 
 def test_a_loss_is_divided_by_the_counts_of_all_data_ranks_or_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmscale.training.step.module.sum_over_data_ranks", lambda x, context: x.mul_(context.dp_size))
+    monkeypatch.setattr(f"{STEP}.sum_over_data_ranks", lambda x, context: x.mul_(context.dp_size))
     module = module_on(dp_rank=1)
     some, none = {"labels": torch.tensor([[7, 2, -100]])}, {"labels": torch.tensor([[-100, -100, -100]])}
     assert module._denominators([some, some, none]) == [8, 8, 8]

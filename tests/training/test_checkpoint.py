@@ -1,7 +1,6 @@
 """Checkpoints: exact resume, other layouts, atomic names, errors, and retention."""
 
 import dataclasses
-import json
 import shutil
 import threading
 from datetime import datetime
@@ -12,8 +11,8 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, check_model, list_checkpoints, read_metadata
 from lmscale.data.sampler import GlobalBatchSampler
-from lmscale.training import checkpointing
-from lmscale.training.output.resuming import find_checkpoint
+from lmscale.training.checkpoints import sharded_strategy
+from lmscale.training.checkpoints.resuming import find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 
@@ -45,23 +44,14 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, architecture, 
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values())  # of half types the masters
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, built_elsewhere, dtype) -> None:
+def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, built_elsewhere) -> None:
     """In bf16 the checkpoint has other types than the model; row-parallel weights are cut along dimension 1."""
-    settings = DROPOUT | LONG | {"precision__dtype": dtype}
+    settings = DROPOUT | LONG | {"precision__dtype": "bf16"}
     train(tiny_run("bert", tmp_path / "whole", **settings))
     train(tiny_run("bert", tmp_path / "parts", trainer__stop_after_steps=2, **settings))
     train(tiny_run("bert", tmp_path / "parts", resume="auto", **settings))
     whole, parts = (read_tensors(tmp_path / name) for name in ("whole", "parts"))
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
-
-
-def test_the_same_run_twice_is_bitwise_equal_and_another_seed_is_not(tmp_path) -> None:
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        train(tiny_run("bert", tmp_path / name, seed=seed, deterministic=True, precision__dtype="fp32", **DROPOUT))
-    a, b, c = (read_tensors(tmp_path / name) for name in "abc")
-    assert all(torch.equal(a[key], b[key]) for key in a)
-    assert not torch.equal(a["model/transformer.word_embedding.weight"], c["model/transformer.word_embedding.weight"])
 
 
 def test_a_run_resumes_at_any_other_layout(tmp_path) -> None:
@@ -205,27 +195,6 @@ def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -
             assert not tensor.any() or not torch.equal(tensor, tensor.bfloat16().float()) or tensor.ndim == 1
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "not json", "version", "empty folder"])
-def test_a_damaged_checkpoint_is_named_and_refused(finished, tmp_path, damage) -> None:
-    path = tmp_path / "step_6.ckpt"
-    shutil.copytree(finished / "checkpoints" / "step_6.ckpt", path)
-    shard, metadata = path / "rank_0_of_1.safetensors", path / "metadata.json"
-    if damage == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-7])
-    elif damage == "missing":
-        shard.unlink()
-    elif damage == "not json":
-        metadata.write_text("{")
-    elif damage == "version":
-        metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"format_version": 99}))
-    else:
-        shutil.rmtree(path)
-        path.mkdir()
-    with pytest.raises(ValueError) as caught:
-        resolve(tiny_run("gpt", tmp_path / "run", resume=str(path)))
-    assert "step_6.ckpt" in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_the_record_describes_the_run(finished) -> None:
     record = read_record(finished)
     assert record["kind"] == "run" and record["seed"] == 1234
@@ -247,7 +216,7 @@ def test_a_file_that_another_host_writes_may_appear_late(tmp_path, monkeypatch) 
 
     timer = threading.Timer(0.5, write)
     timer.start()
-    assert checkpointing._appears(late)
+    assert sharded_strategy._appears(late)
     timer.join()
-    monkeypatch.setattr(checkpointing, "_NFS_DELAY_S", 0.3)
-    assert not checkpointing._appears(tmp_path / "checkpoints" / ".other")
+    monkeypatch.setattr(sharded_strategy, "_NFS_DELAY_S", 0.3)
+    assert not sharded_strategy._appears(tmp_path / "checkpoints" / ".other")

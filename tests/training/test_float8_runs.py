@@ -8,8 +8,9 @@ from lmscale.config.generate import GenerateConfig
 from lmscale.config.training import PrecisionConfig
 from lmscale.config.zero_shot import WikiText103Config, ZeroShotConfig
 from lmscale.planner.flops import dense_peak_flops_per_s
+from lmscale.training.kernel_choice import check_float8
 from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import check_float8, resolve
+from lmscale.training.resolve import resolve
 
 SIZES = {"model__hidden_size": 32, "model__num_attention_heads": 2, "data__seq_length": 32, "precision__dtype": "fp8"}
 

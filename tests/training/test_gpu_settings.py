@@ -6,35 +6,35 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.training import resolve
-from lmscale.training.output import resuming
+from lmscale.training import accelerator, resolve
+from lmscale.training.checkpoints import resuming
 from lmscale.training.runtime import gpu_settings
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch) -> None:
     """A copy without the allocator's variables, so that what a test sets ends with it."""
-    kept = {name: value for name, value in os.environ.items() if name not in gpu_settings.ALLOCATOR_VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in accelerator.ALLOCATOR_VARIABLES}
     monkeypatch.setattr(os, "environ", kept)
-    monkeypatch.setattr(gpu_settings, "_cuda_graphs", set())
+    monkeypatch.setattr(accelerator, "_cuda_graphs", set())
 
 
-@pytest.mark.parametrize("name", gpu_settings.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("name", accelerator.ALLOCATOR_VARIABLES)
 def test_the_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch, name) -> None:
-    gpu_settings.set_allocator()
+    accelerator.set_allocator()
     assert gpu_settings.gpu_settings()["allocator"] == "expandable_segments:True"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv(name, "max_split_size_mb:512")
-    gpu_settings.set_allocator()
+    accelerator.set_allocator()
     assert gpu_settings.gpu_settings()["allocator"] == "max_split_size_mb:512"
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_a_sweep_over_cuda_graphs_is_refused_because_its_jobs_share_the_allocator(cuda_graphs) -> None:
-    gpu_settings.set_allocator(cuda_graphs)
-    gpu_settings.set_allocator(cuda_graphs)
+    accelerator.set_allocator(cuda_graphs)
+    accelerator.set_allocator(cuda_graphs)
     with pytest.raises(ValueError, match="`cuda_graphs` must be the same for all jobs"):
-        gpu_settings.set_allocator(not cuda_graphs)
+        accelerator.set_allocator(not cuda_graphs)
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
@@ -45,7 +45,7 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
         found.update(gpu_settings.gpu_settings())
         raise InterruptedError
 
-    monkeypatch.setattr(resolve, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(accelerator, "resolve_accelerator", lambda requested: "gpu")
     monkeypatch.setattr(resolve, "check_paths", lambda run, world: None)
     monkeypatch.setattr(resuming, "find_checkpoint", first_question)
     run = SimpleNamespace(
@@ -58,7 +58,7 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
     )
     with pytest.raises(InterruptedError):
         resolve.check(run)
-    assert found["allocator"] == (None if cuda_graphs else gpu_settings.EXPANDABLE)
+    assert found["allocator"] == (None if cuda_graphs else accelerator.EXPANDABLE)
 
 
 def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatch) -> None:

@@ -18,8 +18,8 @@ from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import step_collectives
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
-from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.training_module import DTYPES
 
 PIECE = 1000  # elements; the small models have about 18,000
 KINDS = [("bf16", False), ("fp16", False), ("fp64", False), ("bf16", True), ("fp32", True)]  # type, zero1

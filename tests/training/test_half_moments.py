@@ -101,9 +101,8 @@ def test_blocks_of_rows_are_updated_as_the_whole_matrix(monkeypatch, rows) -> No
     assert all(tensor.any() for tensor in updates[0])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_stays_close_to_fp32_and_resumes_bitwise(tmp_path, dtype) -> None:
-    settings = {"trainer__max_steps": 8, "precision__dtype": dtype, "resume": "auto"}
+def test_a_run_stays_close_to_fp32_and_resumes_bitwise(tmp_path) -> None:
+    settings = {"trainer__max_steps": 8, "precision__dtype": "bf16", "resume": "auto"}
     half = settings | {"optimizer__moments": "bf16"}
     assert pretrain(resolve(tiny_run("gpt", tmp_path / "fp32", **settings))) == 0
     assert pretrain(resolve(tiny_run("gpt", tmp_path / "whole", **half))) == 0

@@ -8,21 +8,21 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from runs import assert_same_run, read_record, run_jobs, tiny_run
+from runs import assert_same_run, read_record, tiny_run
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Layout, Recompute
 from lmscale.config.pretrain import RunConfig
-from lmscale.kernels import PLAIN, Kernels, choose_attention, choose_kernels
+from lmscale.kernels import PLAIN, Kernels, choose_kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
-from lmscale.training import agreement
-from lmscale.training import resolve as resolving
+from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
-from lmscale.training.output import resuming
-from lmscale.training.output.resuming import kept_metadata
+from lmscale.training.checkpoints import resuming
+from lmscale.training.checkpoints.resuming import kept_metadata
+from lmscale.training.kernel_choice import compiling_pays, keep_compile, resolve_attention
 from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import compiling_pays, keep_compile, resolve, resolve_attention
+from lmscale.training.resolve import resolve
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -35,8 +35,8 @@ def composed(*overrides: str) -> RunConfig:
 
 @pytest.fixture
 def two_cores(monkeypatch) -> None:
-    monkeypatch.setattr(resolving.os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False: True)
+    monkeypatch.setattr(kernel_choice.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: True)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_long_run_compiles_on_a_cpu_if_there_is_a_compiler(two_cores, monkeypa
     least = next(steps for steps in range(1, 99) if compiling_pays(change_steps(run, steps), 1))
     assert least > 20  # 2.4 GFLOP per token
     assert not compiling_pays(change_steps(run, least), 2) and compiling_pays(change_steps(run, 2 * least), 2)
-    monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False: False)
+    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
     assert not compiling_pays(run, 1)
 
 
@@ -71,37 +71,35 @@ def change_steps(run: RunConfig, steps: int) -> RunConfig:
 
 def test_without_a_compiler_or_headers_none_is_found(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "absent"))
-    assert not resolving._has_compiler()
+    assert not kernel_choice._has_compiler()
     monkeypatch.setenv("CXX", "sh")
-    monkeypatch.setattr(resolving.sysconfig, "get_path", lambda *_: str(tmp_path))
-    assert not resolving._has_compiler()
+    monkeypatch.setattr(kernel_choice.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert not kernel_choice._has_compiler()
     (tmp_path / "Python.h").write_text("")
-    assert resolving._has_compiler()
+    assert kernel_choice._has_compiler()
     monkeypatch.setenv("CC", str(tmp_path / "absent"))
-    assert not resolving._has_compiler(on_gpu=True)
+    assert not kernel_choice._has_compiler(on_gpu=True)
     monkeypatch.setenv("CC", "sh")
-    assert resolving._has_compiler(on_gpu=True)
-
-
-def test_exact_attention_is_for_compiled_layers_with_dropout_on_a_cpu() -> None:
-    assert choose_attention(compiles=True, dropout=0.1) == "exact"
-    for changes in ({"compiles": False}, {"dropout": 0.0}):
-        assert choose_attention(**({"compiles": True, "dropout": 0.1} | changes)) == "sdpa"
+    assert kernel_choice._has_compiler(on_gpu=True)
 
 
 def test_a_job_is_prepared_with_what_its_length_and_dropout_call_for(two_cores, tmp_path, monkeypatch) -> None:
     run = tiny_run("gpt", tmp_path, compile="auto", precision__dtype="bf16", model__attention="auto")
     dropping = dataclasses.replace(run, model=dataclasses.replace(run.model, attention_dropout=0.1))
     chosen = []
-    for seconds in (resolving.LEAST_SECONDS, 0):
-        monkeypatch.setattr(resolving, "LEAST_SECONDS", seconds)
+    for seconds in (kernel_choice.LEAST_SECONDS, 0):
+        monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", seconds)
         jobs = [resolve(run), resolve(dropping)]
         chosen += [(job.kernels.compiles, job.model.attention) for job in jobs]
     assert chosen == [(False, "sdpa"), (False, "sdpa"), (True, "sdpa"), (True, "exact")]
 
 
-def test_a_run_records_the_attention_and_the_kernels_that_auto_chose(tmp_path) -> None:
-    pretrain(resolve(tiny_run("gpt", tmp_path, model__attention="auto", trainer__max_steps=1)))
+def test_a_run_records_what_auto_chose(tmp_path) -> None:
+    auto = {"model__attention": "auto", "trainer__accelerator": "auto"}
+    pretrain(resolve(tiny_run("gpt", tmp_path, trainer__max_steps=1, **auto)))
+    (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
+    here = "gpu" if torch.cuda.is_available() else "cpu"
+    assert read_metadata(checkpoint).run["trainer"]["accelerator"] == here
     record = read_record(tmp_path)
     assert record["config"]["model"]["attention"] == "sdpa"
     assert record["kernels"] == {
@@ -127,7 +125,7 @@ def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path
     pretrain(resolve(run))
     assert read_record(tmp_path)["config"]["compile"] is False
     (tmp_path / "record.json").unlink()
-    monkeypatch.setattr(resolving, "LEAST_SECONDS", 0)  # as on fewer cores
+    monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", 0)  # as on fewer cores
     job = resolve(run)
     assert job.checkpoint is not None and not job.kernels.compiles
     assert job.compile_choice == "compile=auto: eager, as in the checkpoint"
@@ -138,44 +136,15 @@ def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path
     assert resolve(new).compile_choice == "compile=auto: compiled"
 
 
-@pytest.mark.parametrize(
-    "before, on_gpu, expected",
-    [("cpu", True, "auto"), ("gpu", False, "auto"), ("cpu", False, False), ("gpu", True, False), ("auto", True, False)],
-)
-def test_the_decision_is_kept_on_the_same_kind_of_accelerator(tmp_path, monkeypatch, before, on_gpu, expected) -> None:
-    run = tiny_run("gpt", tmp_path, compile="auto")
-    written = {"compile": False, "trainer": {"accelerator": before}}
-    monkeypatch.setattr(resuming, "read_metadata", lambda path: SimpleNamespace(run=written))
-    assert keep_compile(run, on_gpu, kept_metadata("checkpoint", on_gpu)) == expected
-
-
-def test_a_checkpoint_has_the_accelerator_that_auto_chose(tmp_path) -> None:
-    pretrain(resolve(tiny_run("gpt", tmp_path, trainer__accelerator="auto", trainer__max_steps=1)))
-    (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
-    here = "gpu" if torch.cuda.is_available() else "cpu"
-    assert read_metadata(checkpoint).run["trainer"]["accelerator"] == here
-
-
 def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) -> None:
     run = tiny_run("gpt", Path("x"), compile="auto")
     kept = SimpleNamespace(run={"compile": True})
     for there in (True, False):
-        monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False, there=there: there)
+        monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False, there=there: there)
         assert keep_compile(run, False, kept) == (True if there else "auto")
     assert keep_compile(run, True, kept) is True
     assert keep_compile(dataclasses.replace(run, kernels="apex"), True, kept) == "auto"
     assert keep_compile(dataclasses.replace(run, compile=False), True, kept) is False
-
-
-def choose_by_rank(rank: int) -> None:
-    agreement.fastest_backend = lambda *_: "efficient" if rank == 0 else "flash"
-
-
-def test_rank_0_measures_and_all_ranks_take_its_choice(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(resolving, "resolve_attention", lambda *_: None)  # as on a GPU
-    run = tiny_run("gpt", tmp_path, model__attention="auto", parallel__tp_size=2, trainer__max_steps=1)
-    run_jobs([run], 2, fault=choose_by_rank)
-    assert read_record(tmp_path)["config"]["model"]["attention"] == "efficient"
 
 
 def job_that_measures() -> SimpleNamespace:
@@ -209,7 +178,7 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
     run = tiny_run("gpt", Path("x"), model__attention="flash")
     with pytest.raises(ValueError, match="`model.attention` must be sdpa, exact or auto on a CPU, but is flash"):
         resolve_attention(run, False, False, None)
-    monkeypatch.setattr(resolving, "_has_compiler", lambda on_gpu=False: False)
+    monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
     with pytest.raises(ValueError, match="`compile` must be false or auto without a C[+][+] compiler"):
         resolve_attention(tiny_run("gpt", Path("x")), False, True, None)
     with pytest.raises(

@@ -13,7 +13,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, ShardSpec, global_gradient_norm
 from lmscale.parallel.communicator import SingleRankCommunicator
 from lmscale.parallel.grad_norm import gradient_norms_of_parts
-from lmscale.training.output.layer_gradients import layer_gradient_norms, part_of_model
+from lmscale.training.callbacks.layer_gradients import layer_gradient_norms, part_of_model
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 PARTS = ("embedding", "layer_0", "layer_1", "output")

@@ -123,14 +123,6 @@ def test_the_cases_give_different_runs(folder) -> None:
     assert len({round(loss, 6) for loss in losses.values()}) == len(losses), losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gpt", "bert"])
-def test_the_norm_orders_give_different_runs(request, architecture) -> None:
-    runs = [folder_of(request, f"{architecture}-{order}-plain") / "1x1" for order in ("pre", "post")]
-    one, other = (read_rows(run)[-1]["train/loss"] for run in runs)
-    assert relative(one, other) > 1e-6
-
-
 def test_every_parameter_is_updated(folder) -> None:
     tensors = read_tensors(folder / "bert-post-full-recompute" / "1x1")
     still = [key for key, tensor in tensors.items() if key.startswith("exp_avg/") and not torch.any(tensor)]

@@ -14,7 +14,7 @@ from lmscale.config import Layout
 from lmscale.config.pretrain import RunConfig
 from lmscale.evaluation.loading import load_model
 from lmscale.parallel import ParallelContext
-from lmscale.training.output.announcement import describe_options
+from lmscale.training.announcement import describe_options
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 

@@ -18,11 +18,6 @@ def test_a_trace_and_a_table_show_the_steps(tmp_path) -> None:
         assert "Self CPU" in (tmp_path / "profile" / f"rank_{rank}.txt").read_text()
 
 
-def test_another_profiler_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="`trainer.profiler` must be torch or null, but is 'cprofile'"):
-        tiny_run("gpt", tmp_path, trainer__profiler="cprofile")
-
-
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"max_steps": 9, "stop_after_steps": 5}])
 def test_a_run_that_ends_before_the_last_traced_step_is_refused(length: dict, tmp_path) -> None:
     name = list(length)[-1]

@@ -1,20 +1,14 @@
 """The line of progress: it fits the terminal, counts right after a resume, and is a log line without a terminal."""
 
-import fcntl
 import io
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from types import SimpleNamespace
 
 import pytest
-from entry_points import REPOSITORY, TINY, environment, train
+from entry_points import TINY, train
 
-from lmscale.training.callbacks.progress import ProgressLine, _clock, fields, fit
+from lmscale.training.callbacks.progress import ProgressLine, fields, fit
 
 
 def report(**metrics: float) -> SimpleNamespace:
@@ -36,14 +30,6 @@ def test_as_many_fields_as_fit_are_shown_and_the_loss_comes_first(columns) -> No
     assert ("scale 4.29e+09" in line) == (columns == 400)
 
 
-def test_the_validation_loss_is_shown_with_the_step_it_belongs_to() -> None:
-    assert "val 10.200 (step 100)" in fields(report(), 12345)
-
-
-def test_times_are_read_as_a_clock() -> None:
-    assert [_clock(seconds) for seconds in (0, 41.2, 725, 3725)] == ["0:00", "0:42", "12:05", "1:02:05"]
-
-
 def test_without_a_terminal_first_and_last_step_have_a_line_that_counts_on_after_a_resume(tmp_path) -> None:
     shown = (*(o for o in TINY if "progress_bar" not in o), f"hydra.run.dir={tmp_path}")
     first = train(*shown, "trainer.stop_after_steps=1")
@@ -55,32 +41,6 @@ def test_without_a_terminal_first_and_last_step_have_a_line_that_counts_on_after
     assert [line.split()[1] for line in lines] == ["2/3", "3/3"]
     assert all(name in lines[0] for name in (" tok/s", "  lr ", " left", "grad norm ", " GiB"))
     assert "\r" not in first.stdout + second.stdout
-
-
-@pytest.mark.slow
-def test_a_terminal_of_80_columns_gets_one_line_that_is_rewritten() -> None:
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    shown = [o for o in TINY if "progress_bar" not in o]
-    code = (
-        "import tempfile, sys; sys.argv = ['src/train.py', *sys.argv[1:], 'hydra.run.dir=' + tempfile.mkdtemp()]; "
-        "import runpy; runpy.run_path('src/train.py', run_name='__main__')"
-    )
-    command = [sys.executable, "-c", code, *shown]
-    variables = {k: v for k, v in environment().items() if k not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=follower, stderr=follower)
-    os.close(follower)
-    text = b""
-    try:
-        while chunk := os.read(leader, 65536):
-            text += chunk
-    except OSError:  # Linux: the last process has closed the terminal
-        pass
-    assert process.wait(60) == 0, text.decode()
-    line = next(line for line in text.decode().split("\r\n") if line.startswith("\rstep "))
-    versions = [part.removesuffix("\x1b[K") for part in line.split("\r")[1:]]
-    assert versions[0].startswith("step 1/3") and versions[-1].startswith("step 3/3")
-    assert max(map(len, versions)) < 80 and text.count(b"step 3/3") <= 2
 
 
 @pytest.mark.parametrize("log_every", [1, 5])

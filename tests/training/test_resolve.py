@@ -14,11 +14,10 @@ from lmscale.config import Layout, Recompute
 from lmscale.config.layout import ParallelConfig
 from lmscale.launcher import World
 from lmscale.planner.workload import rank_memory, usable_bytes
-from lmscale.training import fit, pretrain, resolve
+from lmscale.training import accelerator, fit, pretrain, resolve
+from lmscale.training.announcement import describe_idle_gpus
+from lmscale.training.checkpoints import resuming
 from lmscale.training.job import Job
-from lmscale.training.output import resuming
-from lmscale.training.output.announcement import describe_idle_gpus
-from lmscale.training.runtime import gpu_settings
 from lmscale.training.runtime.session import new_trainer
 
 
@@ -29,8 +28,8 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
     def simulate(usable: int) -> None:
         monkeypatch.setattr(fit, "device_memory", lambda _: usable - usable_bytes(0, True))
 
-    monkeypatch.setattr(resolve, "resolve_accelerator", lambda requested: "gpu")
-    monkeypatch.setattr(gpu_settings, "set_allocator", lambda cuda_graphs: None)
+    monkeypatch.setattr(accelerator, "resolve_accelerator", lambda requested: "gpu")
+    monkeypatch.setattr(accelerator, "set_allocator", lambda cuda_graphs: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     return simulate
 
@@ -38,7 +37,7 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
 def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_path, gpu_of) -> None:
     changes = {"optimizer__moments": "bf16", "precision__dtype": "bf16", "micro_batch_size": 1}
     run = tiny_run("gpt", tmp_path, compile="auto", parallel__tp_size="auto", **changes)
-    job = resolve.workload_of(run)
+    job = fit.workload_of(run)
     eager, compiled = (
         rank_memory(dataclasses.replace(job, compiles=compiles), Layout(), True).total for compiles in (False, True)
     )
@@ -59,7 +58,7 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
     monkeypatch.setattr(resuming, "read_metadata", lambda path: before)
     monkeypatch.setattr(resuming, "find_checkpoint", lambda run: "checkpoint")
-    job = resolve.workload_of(run, attention="exact")
+    job = fit.workload_of(run, attention="exact")
     none, selective = (
         rank_memory(job.change(recompute=mode), Layout(), True).total for mode in (Recompute.NONE, Recompute.SELECTIVE)
     )
@@ -112,14 +111,14 @@ def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, mo
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
     sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
-    needed = rank_memory(resolve.workload_of(run), Layout(), True).total
+    needed = rank_memory(fit.workload_of(run), Layout(), True).total
     gpu_of(needed)
     assert resolve.check(run).layout == Layout(tp_size=1, dp_size=1, batch_halves=True)
     gpu_of(needed - 1)
     with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
         resolve.check(run)
     even = dataclasses.replace(run, micro_batch_size=2)
-    gpu_of(rank_memory(resolve.workload_of(even), Layout(), True).total - 1)
+    gpu_of(rank_memory(fit.workload_of(even), Layout(), True).total - 1)
     assert resolve.check(even).layout == Layout(tp_size=2, dp_size=1, batch_halves=True)
 
 
@@ -138,15 +137,15 @@ def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_p
 
 
 def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(resolve, "world_from_outside", lambda: World("srun", 2, 2, 0, 0))
-    monkeypatch.setattr(resolve, "_may_have_gpu", lambda: True)
+    monkeypatch.setattr(accelerator, "world_from_outside", lambda: World("srun", 2, 2, 0, 0))
+    monkeypatch.setattr(accelerator, "_may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 .*--gpus-per-node"):
-        resolve.resolve_accelerator("auto")
-    assert resolve.resolve_accelerator("cpu") == "cpu"
+        accelerator.resolve_accelerator("auto")
+    assert accelerator.resolve_accelerator("cpu") == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert resolve.resolve_accelerator("auto") == "gpu"
+    assert accelerator.resolve_accelerator("auto") == "gpu"
 
 
 def test_a_run_leaves_the_determinism_that_the_environment_asks_for_and_undoes_that_of_the_run_before(

@@ -3,24 +3,20 @@
 from datetime import timedelta
 
 import torch
-from runs import run_jobs, tiny_run
+from ranks import run_ranks
 
+from lmscale.parallel import make_context
 from lmscale.training.strategy import TensorParallelStrategy
 
-
-def check_limits(rank: int) -> None:
-    set_up = TensorParallelStrategy.setup_environment
-
-    def set_up_and_check(strategy: TensorParallelStrategy) -> None:
-        set_up(strategy)
-        assert strategy.collective_timeout > timedelta(minutes=45)
-        for group in (strategy.parallel.tp_group, strategy.parallel.dp_group):
-            limit = group._get_backend(torch.device("cpu")).options._timeout
-            assert limit == strategy.collective_timeout, limit
-
-    TensorParallelStrategy.setup_environment = set_up_and_check
+LIMIT = TensorParallelStrategy(timeout_minutes=45).collective_timeout
 
 
-def test_tensor_and_data_groups_wait_as_long_as_the_world(tmp_path) -> None:
-    layout = {"parallel__tp_size": 2, "parallel__dp_size": 2, "parallel__timeout_minutes": 45}
-    run_jobs([tiny_run("gpt", tmp_path, trainer__max_steps=1, **layout)], 4, fault=check_limits)
+def limits(rank: int) -> list[timedelta]:
+    context = make_context({"data": 2, "tensor": 2}, "cpu", LIMIT)
+    groups = context.tp_group, context.dp_group
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_tensor_and_data_groups_wait_longer_than_the_watchdog() -> None:
+    assert timedelta(minutes=45) < LIMIT
+    assert run_ranks(limits, 4) == [[LIMIT, LIMIT]] * 4

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import pytest
 import torch
-import torch.distributed as dist
 from collective_trace import CollectiveRecorder, trace_step
 from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
@@ -140,26 +139,3 @@ def test_the_fake_world_issues_the_collectives_of_two_real_processes(sequence_pa
     layout = Layout(tp_size=2, sequence_parallel=sequence_parallel)
     traced = [trace_step(small_config(**c), layout, 5, 12, torch.float64).collectives for c in CASES]
     assert run_ranks(_record_real, 2, sequence_parallel) == [traced, traced]
-
-
-def test_an_indivisible_size_is_refused_and_leaves_no_process_group() -> None:
-    config = small_config("gpt")
-    with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 4"):
-        trace_step(config, Layout(tp_size=8), 5, 13)
-    with pytest.raises(ValueError, match=r"`max_position_embeddings` \(13\) tokens long, but is 14"):
-        trace_step(config, Layout(tp_size=2), 5, 14)
-    with pytest.raises(ValueError, match="`micro_batch_size` must be at least 1, but is 0"):
-        trace_step(config, Layout(tp_size=2), 0, 13)
-    assert not dist.is_initialized()
-    assert trace_step(config, Layout(tp_size=2), 5, 13).num_collectives == 4 * 2 + 2 + 3
-    assert not dist.is_initialized()
-
-
-def test_a_process_with_an_existing_group_is_refused(tmp_path) -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
-    try:
-        with pytest.raises(RuntimeError, match="a process group"):
-            trace_step(small_config("gpt"), Layout(), 5, 13)
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()

@@ -23,8 +23,8 @@ from lmscale.planner.memory import estimate_memory
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.step.gradient_buffer import GradientBuffer
-from lmscale.training.step.module import DTYPES
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.training_module import DTYPES
 
 
 @pytest.mark.parametrize("num_owners", [1, 2, 3, 7, 100])

@@ -11,10 +11,11 @@ from lmscale.kernels import Kernels, choose_attention
 from lmscale.models import build_model
 from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
+from lmscale.training.accelerator import set_allocator
 from lmscale.training.runtime.cpu_settings import keep_heap
-from lmscale.training.runtime.gpu_settings import keep_partial_sums_in_fp32, set_allocator
-from lmscale.training.step.module import DTYPES
+from lmscale.training.runtime.gpu_settings import keep_partial_sums_in_fp32
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.training_module import DTYPES
 
 from .contender import MAX_NORM, Batch, Contender
 

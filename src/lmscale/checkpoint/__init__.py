@@ -5,7 +5,6 @@ a checkpoint of a model must have), offline.py, reshard.py and atomic_folder.py 
 hf_*.py files (Hugging Face). No collectives: ranks coordinate through files.
 """
 
-from .atomic_folder import write_atomically
 from .errors import CheckpointError, CheckpointVersionError
 from .metadata import (
     METADATA,
@@ -44,6 +43,5 @@ __all__ = [
     "remove_checkpoint",
     "remove_unfinished",
     "set_aside",
-    "write_atomically",
     "write_offline",
 ]

@@ -1,12 +1,12 @@
-"""Create folders and files atomically: they get their name only when all of their content is complete and on disk."""
+"""Create folders atomically: they get their name only when all of their content is complete and on disk."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..shared_files import lock, sync_to_disk
 from .errors import CheckpointError
 from .metadata import METADATA
 
@@ -46,14 +46,10 @@ def atomic_folder(target: str | Path) -> Iterator[Path]:
     target = Path(target).absolute()
     working = target.with_name(f".{target.name}.unfinished")
     working.mkdir(parents=True, exist_ok=True)
-    lock = os.open(working, os.O_RDONLY)  # the kernel releases it however this process ends
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise CheckpointError(f"`target` must not be in use, but another process is writing {target}") from None
-    except OSError:
-        pass  # the file system has no locks
+    descriptor = os.open(working, os.O_RDONLY)
+    if not lock(descriptor):
+        os.close(descriptor)
+        raise CheckpointError(f"`target` must not be in use, but another process is writing {target}")
     try:
         for path in working.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -65,24 +61,5 @@ def atomic_folder(target: str | Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
-    finally:
-        os.close(lock)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file and sync it to disk; a file that had the name stays until the new one is complete."""
-    temporary = path.with_name(f".{path.name}.unfinished")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Wait until a file or a directory entry is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

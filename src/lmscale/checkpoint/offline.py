@@ -5,7 +5,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .atomic_folder import atomic_folder, write_atomically
+from ..shared_files import write_atomically
+from .atomic_folder import atomic_folder
 from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, checkpoint_name
 from .tensor_file import TensorFileWriter
 from .write import Share, divide_tensors, with_pieces

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .atomic_folder import sync_to_disk, write_atomically
+from ..shared_files import sync_to_disk, write_atomically
 from .errors import CheckpointError
 from .host_copies import HostCopies
 from .metadata import METADATA, REPLACED, CheckpointMetadata, FileEntry, Piece, TensorEntry

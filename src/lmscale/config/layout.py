@@ -44,7 +44,7 @@ def _axis(name: str) -> int:
 class Layout(LayoutOptions):
     """The grid of ranks: `tp_size` neighbours share one model, `dp_size` such groups share the batch (Figure 8).
 
-    A new axis is a field here, and its groups in `TensorParallelStrategy`.
+    A new axis is a field here, and its group in `make_context` (`parallel/context.py`).
 
     Args:
         dp_size: data-parallel ranks.

@@ -1,8 +1,7 @@
 """Sample indices on disk: built once per file system, by one process while the others wait, then memory-mapped."""
 
-import errno
-import fcntl
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import IO
 
 import numpy as np
 
+from ..shared_files import lock
+
 INDEX_VERSION = 1  # incremented when the same facts give a different index
-# Without locks between nodes several processes build the same file, each under its own name; the last rename wins.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class StoredIndex:
@@ -50,8 +49,9 @@ def cached_index(folder: Path, kind: str, facts: tuple, build: Callable[[IO[byte
     try:
         if not path.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f".{path.name}.lock", "a+b") as lock:
-                _lock(lock)
+            with open(folder / f".{path.name}.lock", "a+b") as file:
+                # Without locks several processes build it, each under its own name; the last rename wins.
+                lock(file, math.inf)
                 if not path.is_file():
                     _build(path, build)
         return _open(path)
@@ -65,15 +65,6 @@ def _open(path: Path) -> StoredIndex:
         return StoredIndex(path)
     except (ValueError, EOFError):  # numpy's errors for a truncated file
         raise ValueError(f"{path} is damaged; remove it to have it built again") from None
-
-
-def _lock(lock: IO[bytes]) -> None:
-    """Wait for the lock; closing the file releases it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
 
 
 def _build(path: Path, build: Callable[[IO[bytes]], None]) -> None:

@@ -7,11 +7,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..checkpoint import CheckpointError
 from ..launcher import World, world_from_outside
-from ..parallel import ParallelContext, choose_communicator
+from ..parallel import ParallelContext, make_context
 from ..threads import share_cores
 
 USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
@@ -63,8 +62,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
             its node's ranks.
 
     Communicates:
-        makes the groups of the grid, tensor ranks next to each other as in training, and on a CPU what they
-        communicate through (`choose_communicator`).
+        as `make_context`.
     """
     world = world_from_outside() or World()
     if world.size != tp_size * dp_size:
@@ -83,17 +81,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         return ParallelContext()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
-    mesh = init_device_mesh(device_type, (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
-    return ParallelContext(
-        tp_rank=mesh.get_local_rank("tensor"),
-        tp_size=tp_size,
-        dp_rank=mesh.get_local_rank("data"),
-        dp_size=dp_size,
-        tp_group=mesh.get_group("tensor"),
-        dp_group=mesh.get_group("data"),
-        tp_communicator=choose_communicator(mesh.get_group("tensor"), TIMEOUT),
-        pad_heads=pad_heads,
-    )
+    return make_context({"data": dp_size, "tensor": tp_size}, device_type, TIMEOUT, pad_heads=pad_heads)
 
 
 def agree(action: Callable[[], T], context: ParallelContext) -> T:

@@ -12,10 +12,9 @@ from ..config import Layout
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
-from ..training.output.metrics_file import MetricsFile
-from ..training.resolve import resolve_accelerator
+from ..training.accelerator import resolve_accelerator, set_allocator
+from ..training.metrics_file import MetricsFile
 from ..training.runtime.exit_codes import DONE
-from ..training.runtime.gpu_settings import set_allocator
 from ..training.runtime.run_lock import check_not_in_use
 from ..training.runtime.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps

@@ -14,7 +14,7 @@ from ..config.finetune import FinetuneConfig
 from ..parallel.data_collectives import sum_over_data_ranks
 from ..training.runtime.exit_codes import DIVERGED, DONE
 from ..training.runtime.session import RankSession
-from ..training.step.module import TrainingModule
+from ..training.step.training_module import TrainingModule
 from .batches import Batch
 from .features import Features
 from .heads import build_finetune_model

@@ -7,8 +7,8 @@ from pathlib import Path
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
-from ..training.output.announcement import describe_channel
-from ..training.output.diagnosis import count_updates
+from ..training.announcement import describe_channel
+from ..training.callbacks.diagnosis import count_updates
 from ..training.runtime.gpu_settings import device_name, gpu_settings
 from .features import Features
 from .module import FinetuneModule

@@ -8,7 +8,7 @@ communication backends (`communicator.py`), and what surrounds them.
 from .chunked_cross_entropy import linear_cross_entropy
 from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_parallel_region
 from .communicator import Communicator, ProcessGroupCommunicator, SingleRankCommunicator
-from .context import ParallelContext, choose_communicator
+from .context import ParallelContext, choose_communicator, make_context
 from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy, vocab_parallel_logits
 from .data_collectives import begin_sum_over_data_ranks, broadcast_from_data_ranks, sum_over_data_ranks
 from .fingerprint import fingerprint, first_difference
@@ -66,6 +66,7 @@ __all__ = [
     "keys_from_row",
     "keys_of_own_tokens",
     "linear_cross_entropy",
+    "make_context",
     "open_channel",
     "padding_of",
     "parameter",

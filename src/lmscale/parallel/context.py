@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from .communicator import Communicator, ProcessGroupCommunicator, SingleRankCommunicator
 from .shared_memory import open_channel
@@ -79,6 +81,35 @@ class ParallelContext:
         local = ids - self.tp_rank * num_local
         elsewhere = (local < 0) | (local >= num_local)
         return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def make_context(
+    axes: dict[str, int], device_type: str, timeout: timedelta, shared_memory: bool = True, **options: Any
+) -> ParallelContext:
+    """Make the groups of the grid over all ranks; returns this rank's place in it.
+
+    Args:
+        axes: `Layout.axes`, the size of each axis by its name, the outermost first.
+        timeout: how long a collective may wait.
+        shared_memory: see `choose_communicator`.
+        options: of `ParallelContext`.
+
+    Communicates:
+        as torch does to make groups, and as `choose_communicator`.
+    """
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return ParallelContext(
+        tp_rank=mesh.get_local_rank("tensor"),
+        tp_size=axes["tensor"],
+        dp_rank=mesh.get_local_rank("data"),
+        dp_size=axes["data"],
+        tp_group=mesh.get_group("tensor"),
+        dp_group=mesh.get_group("data"),
+        tp_communicator=choose_communicator(mesh.get_group("tensor"), timeout, shared_memory),
+        **options,
+    )
 
 
 def choose_communicator(group: dist.ProcessGroup, timeout: timedelta, shared_memory: bool = True) -> Communicator:

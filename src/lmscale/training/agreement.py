@@ -12,10 +12,10 @@ from ..config import TransformerConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..kernels import Kernels
 from ..models.attention_backend import fastest_backend
-from .output.resuming import CHECKPOINTS, agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
+from .checkpoints.resuming import CHECKPOINTS, agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
 from .resolve import ResolvedRun
 from .runtime.session import RankSession
-from .step.module import DTYPES
+from .step.training_module import DTYPES
 from .strategy import TensorParallelStrategy
 
 

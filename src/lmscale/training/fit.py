@@ -1,17 +1,20 @@
-"""Whether a run fits this machine: its memory, cores and run folder; no torch on a host without GPUs."""
+"""The layout and the recomputation that fit this machine, and whether a run does; no torch on a host without GPUs."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
 from ..config import Layout, Recompute
+from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB
 from ..planner.workload import (
+    STAND_IN_VOCAB_SIZE,
     Workload,
     checkpoint_bytes,
     first_mode_that_fits,
+    largest_dp_size,
     rank_memory,
     smallest_layout,
     usable_bytes,
@@ -20,6 +23,86 @@ from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
+
+
+def workload_of(run: RunConfig, compiles: bool = False, attention: str = "sdpa") -> Workload:
+    """The run as the planner sees it; until `model.recompute=auto` is resolved, nothing is recomputed.
+
+    Args:
+        attention: in place of `model.attention=auto`.
+    """
+    return Workload(
+        run.model.resolve(STAND_IN_VOCAB_SIZE, attention),
+        run.micro_batch_size,
+        run.global_batch_size,
+        run.data.seq_length,
+        run.precision.dtype,
+        run.trainer.max_steps,
+        half_moments=run.optimizer.moments == "bf16",
+        compiles=compiles,
+    )
+
+
+def resolve_layout(request: ParallelConfig, workload: Workload, world: World | None, on_gpu: bool) -> Layout:
+    """Resolve the sizes of the grid.
+
+    Args:
+        world: ranks that another launcher has started; None if lmscale will start them on this host.
+
+    Raises:
+        ValueError: the world size does not match, or no size fits (`auto`).
+    """
+    tp_size, dp_size, devices = request.tp_size, request.dp_size, 1 if world is None else world.size
+    if on_gpu and world is None:
+        import torch
+
+        devices = torch.cuda.device_count()
+
+    def data_ranks(tp: int) -> int:
+        if dp_size != "auto":
+            return dp_size
+        if world is not None:  # all ranks that were started must be used
+            return max(1, devices // tp)
+        return largest_dp_size(workload.global_batch_size // workload.micro_batch_size, devices // tp)
+
+    if tp_size == "auto":
+        ranks, memory = 1, device_memory(on_gpu)
+        if not on_gpu:  # the local ranks share the host's memory
+            ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
+        usable = usable_bytes(memory, on_gpu, ranks)
+        found = smallest_layout(workload, lambda tp: request.layout(tp_size=tp, dp_size=data_ranks(tp)), usable, on_gpu)
+        tp_size = None if found is None else found.tp_size
+        # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
+        if tp_size is None or (tp_size > 1 and not on_gpu and world is None):
+            raise ValueError(
+                "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the "
+                f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
+            )
+    layout = request.layout(tp_size=tp_size, dp_size=data_ranks(tp_size))
+    if world is not None and layout.world_size != world.size:
+        raise ValueError(
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}), "
+            f"but {world.size} ranks were started"
+        )
+    if world is None and on_gpu and layout.world_size > devices:
+        way_out = "" if request.tp_size == "auto" else "; trainer.accelerator=cpu trains on its cores"
+        raise ValueError(
+            f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}) must be at most the GPUs of this "
+            f"host, but it has {devices}{way_out}"
+        )
+    return layout
+
+
+def resolve_recompute(run: RunConfig, workload: Workload, layout: Layout, on_gpu: bool) -> Workload:
+    """The work with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
+
+    On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
+    If no mode fits it is none too, and `check_memory` refuses the run.
+    """
+    if run.model.recompute != "auto" or not on_gpu:
+        return workload
+    mode = first_mode_that_fits(workload, layout, usable_bytes(device_memory(True), True), True)
+    return workload.change(recompute=mode or Recompute.NONE)
 
 
 def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: World | None) -> None:
@@ -101,8 +184,8 @@ def check_background_saves(workload: Workload, layout: Layout, world: World | No
         ValueError: with the bytes of a rank's copies and of the host.
     """
     ranks = world.local_size if world is not None else layout.world_size
-    copies, there = checkpoint_bytes(workload, layout), host_memory_available()
     in_use = 0 if on_gpu else rank_memory(workload, layout, False).total
+    copies, there = checkpoint_bytes(workload, layout), host_memory_available()
     if copies + in_use > usable_bytes(there, False, ranks):
         raise ValueError(
             f"`checkpoint.async` must be false where the host, with {there / GIB:.1f} GiB free, cannot hold {copies:,} "

@@ -14,8 +14,8 @@ from ..kernels import PLAIN, Kernels
 from ..models import build_model
 from ..parallel.argmax import vocab_parallel_argmax
 from ..parallel.data_collectives import sum_over_data_ranks
-from .step.module import MicroBatch, TrainingModule
 from .step.stock_trainer import check_trainer, dtype_of_trainer
+from .step.training_module import MicroBatch, TrainingModule
 
 # Lightning says that it uses the hook of the module, not that of the data module, which has none.
 warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")

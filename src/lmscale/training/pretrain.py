@@ -11,14 +11,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..data.prepare import warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
+from .announcement import warn_of_costly_validation
 from .callbacks.order import add_callbacks
+from .checkpoints.resuming import check_data_digest
+from .events import optional_loggers
+from .metrics_file import MetricsFile
 from .module import PretrainModule
-from .output.announcement import warn_of_costly_validation
-from .output.events import optional_loggers
-from .output.metrics_file import MetricsFile
-from .output.resuming import check_data_digest
-from .output.run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .resolve import ResolvedRun, build_data
+from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .runtime.exit_codes import DONE
 from .runtime.session import RankSession, new_trainer, run_on_this_rank
 

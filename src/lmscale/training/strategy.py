@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..checkpoint import CheckpointWriter
 from ..config import Layout
-from ..parallel import ParallelContext, choose_communicator
-from .checkpointing import ShardedCheckpointStrategy
+from ..parallel import ParallelContext, make_context
+from .checkpoints.sharded_strategy import ShardedCheckpointStrategy
 
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
@@ -92,18 +91,11 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     def _make_groups(self) -> None:
         """Make the groups of the grid; a later call of the Trainer uses the same, as the model's layers do."""
         self.layout = self.layout.over(self.world_size)
-        axes = self.layout.axes
-        mesh = init_device_mesh(self.root_device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-        for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
-            dist.distributed_c10d._set_pg_timeout(self.collective_timeout, group)
-        self.parallel = ParallelContext(
-            tp_rank=mesh.get_local_rank("tensor"),
-            tp_size=self.layout.tp_size,
-            dp_rank=mesh.get_local_rank("data"),
-            dp_size=self.layout.dp_size,
-            tp_group=mesh.get_group("tensor"),
-            dp_group=mesh.get_group("data"),
-            tp_communicator=choose_communicator(mesh.get_group("tensor"), self.collective_timeout, self.shared_memory),
+        self.parallel = make_context(
+            self.layout.axes,
+            self.root_device.type,
+            self.collective_timeout,
+            self.shared_memory,
             sequence_parallel=self.layout.cuts_sequence,
             zero1=self.layout.cuts_optimizer,
             batch_halves=self.layout.cuts_batch,

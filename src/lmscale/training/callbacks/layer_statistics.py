@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...models.attention import SelfAttention
 from ...models.layer import TransformerLayer
 from ...parallel import gather_tokens
-from ..output.layer_gradients import layer_gradient_norms
+from .layer_gradients import layer_gradient_norms
 
 FILE = "layer_statistics.jsonl"
 _SUBLAYER = re.compile(r"transformer\.layers\.(\d+)\.(attention|mlp)")

@@ -2,7 +2,8 @@
 
 from ...planner.flops import dense_peak_flops_per_s
 from ..agreement import Agreement
-from ..output.resuming import CHECKPOINTS
+from ..checkpoints.resuming import CHECKPOINTS
+from ..checkpoints.saving import Checkpointing
 from ..resolve import ResolvedRun
 from ..runtime.gpu_settings import device_name
 from ..runtime.session import RankSession
@@ -11,7 +12,6 @@ from .profiling import StepProfiler
 from .progress import ProgressLine
 from .replica_sentinel import ReplicaSentinel
 from .sample_digest import SampleDigest
-from .saving import Checkpointing
 from .step_report import StepReport
 
 

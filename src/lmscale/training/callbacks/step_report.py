@@ -9,13 +9,13 @@ from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import model_flops_per_step
-from ..output.diagnosis import diagnose
-from ..output.layer_gradients import layer_gradient_norms
-from ..output.timing import PhaseTimer, memory_in_use
 from ..runtime.ending import Ending
 from ..runtime.exit_codes import DIVERGED
 from ..runtime.watchdog import Watchdog
 from ..step.counters import Counters
+from .diagnosis import diagnose
+from .layer_gradients import layer_gradient_norms
+from .timing import PhaseTimer, memory_in_use
 
 PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
 

@@ -1,20 +1,16 @@
 """One job per run folder: two would delete each other's unfinished checkpoints and mix their metrics."""
 
-import errno
-import fcntl
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from ...launcher import was_requeued
+from ...shared_files import lock
 
 LOCK = ".lock"
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
 _LEASE_S = 120.0  # an NFS server keeps the lock of a crashed host until its lease ends, after 90 s by default
-# The file system has no locks: the run continues without one.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class RunLock:
@@ -29,7 +25,7 @@ class RunLock:
             file = open(folder / LOCK, "a+", encoding="utf-8")
         except OSError as error:
             return f"the run folder {folder} cannot be used: {error}"
-        if not _lock(file, fcntl.LOCK_EX):
+        if not lock(file, _patience_s()):
             return _in_use(folder, file)
         file.truncate(0)
         file.write(f"{os.getpid()} on {os.uname().nodename}")
@@ -60,23 +56,13 @@ def check_not_in_use(folder: Path) -> None:
     if not (folder / LOCK).is_file() or not os.access(folder / LOCK, os.R_OK | os.W_OK):
         return
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
-        if not _lock(file, fcntl.LOCK_SH):
+        if not lock(file, _patience_s(), shared=True):
             raise ValueError(_in_use(folder, file))
 
 
-def _lock(file: IO[str], kind: int) -> bool:
-    """Whether the file could be locked within some seconds; a job that Slurm has requeued waits for a lease."""
-    deadline = time.monotonic() + (_LEASE_S if was_requeued() else _PATIENCE_S)
-    while True:
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.1)
+def _patience_s() -> float:
+    """How long to wait for the lock; a job that Slurm has requeued waits for a lease."""
+    return _LEASE_S if was_requeued() else _PATIENCE_S
 
 
 def _in_use(folder: Path, file: IO[str]) -> str:

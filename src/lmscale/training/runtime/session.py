@@ -18,8 +18,8 @@ from ...checkpoint import CheckpointError
 from ...launcher import join_ranks
 from ...parallel.shared_memory import SharedMemoryError
 from ...threads import share_cores
+from ..checkpoints.resuming import ScheduleDiffersError
 from ..job import Job
-from ..output.resuming import ScheduleDiffersError
 from ..strategy import TensorParallelStrategy
 from .cpu_settings import keep_heap
 from .ending import Ending
@@ -81,7 +81,7 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
     trainer = L.Trainer(
         accelerator=job.accelerator,
         devices=world.local_size,
-        num_nodes=world.size // world.local_size,
+        num_nodes=world.num_hosts,
         strategy=strategy,
         plugins=[TorchElasticEnvironment()],
         max_epochs=-1,

@@ -13,11 +13,11 @@ from ...checkpoint import CheckpointError, checkpoint_name, list_checkpoints, re
 from ...config.pretrain import RunConfig
 from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
+from ..callbacks.sample_digest import SampleDigest
+from ..callbacks.step_report import StepReport
 from ..runtime.ending import Ending
 from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ..runtime.interruption import Interruption
-from .sample_digest import SampleDigest
-from .step_report import StepReport
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from ..checkpoint import (
+from ...checkpoint import (
     CheckpointError,
     CheckpointMetadata,
     CheckpointWriter,
@@ -22,9 +22,9 @@ from ..checkpoint import (
     read_metadata,
     remove_checkpoint,
 )
-from ..parallel import ParallelContext, padding_of
-from .output.lightning_state import count_steps, from_json, loops_after, to_json
-from .runtime.lost_rank import abort_nccl
+from ...parallel import ParallelContext, padding_of
+from ..runtime.lost_rank import abort_nccl
+from .lightning_state import count_steps, from_json, loops_after, to_json
 
 _NFS_DELAY_S = 60.0  # an NFS client keeps what it knows of a folder for up to `acdirmax`
 

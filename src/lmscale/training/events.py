@@ -7,7 +7,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from ...config.pretrain import RunConfig
+from ..config.pretrain import RunConfig
 
 
 def optional_loggers(run: RunConfig, run_dir: Path) -> list[Logger]:

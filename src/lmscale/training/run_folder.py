@@ -5,21 +5,22 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ...checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, write_atomically
-from ...config.family import load
-from ...data.prepare import corpus_unigram_cross_entropy
-from ...results import new_record, write_record
-from ..agreement import Agreement
-from ..callbacks.step_report import StepReport
-from ..resolve import ResolvedRun
-from ..runtime.exit_codes import DIVERGED, INTERRUPTED
-from ..runtime.gpu_settings import device_name, gpu_settings
-from ..runtime.interruption import Interruption
-from ..strategy import TensorParallelStrategy
+from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
+from ..config.family import load
+from ..data.prepare import corpus_unigram_cross_entropy
+from ..results import new_record, write_record
+from ..shared_files import write_atomically
+from .agreement import Agreement
 from .announcement import announce
-from .diagnosis import count_updates, first_cause
+from .callbacks.diagnosis import count_updates, first_cause
+from .callbacks.step_report import StepReport
+from .checkpoints.resuming import CHECKPOINTS
 from .metrics_file import MetricsFile
-from .resuming import CHECKPOINTS
+from .resolve import ResolvedRun
+from .runtime.exit_codes import DIVERGED, INTERRUPTED
+from .runtime.gpu_settings import device_name, gpu_settings
+from .runtime.interruption import Interruption
+from .strategy import TensorParallelStrategy
 
 METRICS, RECORD = "metrics.csv", "record.json"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..step.counters import Counters
-from ..step.module import MicroBatch, TrainingModule
+from ..step.training_module import MicroBatch, TrainingModule
 
 
 def diagnose(module: TrainingModule, micro_batches: list[MicroBatch]) -> dict[str, Any]:

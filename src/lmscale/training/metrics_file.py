@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from ...checkpoint import write_atomically
+from ..shared_files import write_atomically
 
 
 class MetricsFile(Logger):

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,13 @@ def check_fit(
     ]
     if lacking:
         raise CheckpointError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
-    now, then = _flat(run.to_dict()), _flat(metadata.run)
-    then = {"model.initializer": "generator"} | then  # checkpoints from before there was a choice lack the key
-    differences = _differences(_INITIAL_KEYS, now, then)
+    then = {"model.initializer": "generator"} | _flat(metadata.run)  # from before there was a choice: without the key
+    differences = _differences(_INITIAL_KEYS, run, then)
     if differences:
         raise CheckpointError(
             f"checkpoint {name} is of a run with other initial weights: {'; '.join(differences)} (a new run draws them)"
         )
-    differences = _differences(_DATA_KEYS, now, then)
+    differences = _differences(_DATA_KEYS, run, then)
     if corpus_hash != metadata.state["corpus_hash"]:
         differences.append("the corpus has other tokens")
     if differences:
@@ -143,21 +143,20 @@ def check_fit(
             f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
             "the data; `resume.weights_only`=true starts a new run from the weights)"
         )
-    return _choose_schedule(run, metadata, name)
+    return _choose_schedule(run, then, name)
 
 
-def _differences(keys: Iterable[str], now: dict[str, Any], then: dict[str, Any]) -> list[str]:
-    return [f"{key} is {now[key]!r} here and {then.get(key)!r} there" for key in keys if now[key] != then.get(key)]
+def _differences(keys: Iterable[str], run: RunConfig, then: dict[str, Any]) -> list[str]:
+    now = {key: attrgetter(key)(run) for key in keys}
+    return [f"{key} is {here!r} here and {then.get(key)!r} there" for key, here in now.items() if here != then.get(key)]
 
 
-def _choose_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """The learning rate and the schedule that `resume.schedule` chooses."""
-    now = _flat({"schedule": dataclasses.asdict(run.schedule), "optimizer": {"lr": run.optimizer.lr}})
-    saved = _flat(metadata.run)
-    then = {key: saved.get(key) for key in now}
+def _choose_schedule(run: RunConfig, then: dict[str, Any], name: str) -> tuple[OptimizerConfig, ScheduleConfig]:
+    """The learning rate and the schedule that `resume.schedule` chooses; `then` are the checkpoint's keys."""
+    names = [each.name for each in dataclasses.fields(ScheduleConfig)]
     differences = [
         f"{each} (by default trainer.max_steps)" if each.startswith("schedule.decay_steps") else each
-        for each in _differences(now, now, then)
+        for each in _differences([*(f"schedule.{each}" for each in names), "optimizer.lr"], run, then)
     ]
     if differences and run.resume.schedule == "assert":
         raise ScheduleDiffersError(
@@ -166,9 +165,8 @@ def _choose_schedule(run: RunConfig, metadata: CheckpointMetadata, name: str) ->
         )
     if not differences or run.resume.schedule == "override":
         return run.optimizer, run.schedule
-    lr = then.pop("optimizer.lr")
-    schedule = {key.removeprefix("schedule."): value for key, value in then.items()}
-    return dataclasses.replace(run.optimizer, lr=lr), dataclasses.replace(run.schedule, **schedule)
+    schedule = {each: then.get(f"schedule.{each}") for each in names}
+    return dataclasses.replace(run.optimizer, lr=then.get("optimizer.lr")), ScheduleConfig(**schedule)
 
 
 def agree_on_checkpoint(

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoint import read_metadata
-from ...config import Layout, Recompute, TransformerConfig
-from ...config.pretrain import RunConfig
-from ...parallel import ParallelContext
-from ...planner.params import count_parameters
-from ...planner.workload import largest_dp_size
-from ..agreement import Agreement
-from ..resolve import ResolvedRun
-from .resuming import CHECKPOINTS
+from ..checkpoint import read_metadata
+from ..config import Layout, Recompute, TransformerConfig
+from ..config.pretrain import RunConfig
+from ..parallel import ParallelContext
+from ..planner.params import count_parameters
+from ..planner.workload import largest_dp_size
+from .agreement import Agreement
+from .checkpoints.resuming import CHECKPOINTS
+from .resolve import ResolvedRun
 
 
 def announce(

@@ -1,0 +1,50 @@
+"""Files that several processes use, or that a crash may cut short: written whole or not at all, and locked."""
+
+import errno
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import IO
+
+# The file system has no locks; over NFS, none of a folder.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a small file and sync it to disk; a file that had the name stays until the new one is complete."""
+    temporary = path.with_name(f".{path.name}.unfinished")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file or a directory entry is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(file: IO | int, patience_s: float = 0.0, shared: bool = False) -> bool:
+    """Whether an open file or folder could be locked within `patience_s`; also true where there are no locks.
+
+    Closing it releases the lock; the kernel does so however a process ends.
+    """
+    deadline, kind = time.monotonic() + patience_s, fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return True
+            if not isinstance(error, BlockingIOError):
+                raise
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)

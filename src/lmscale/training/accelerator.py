@@ -1,0 +1,66 @@
+"""The accelerator of a run: which it is, and how torch's allocator is set before a GPU is used."""
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Literal
+
+from ..launcher import world_from_outside
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
+EXPANDABLE = "expandable_segments:True"
+_cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
+
+
+def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
+    """Whether a run requests `trainer.accelerator=gpu`, or `auto` finds one.
+
+    Raises:
+        ValueError: `gpu` without a GPU that torch can use, or a rank does not see the GPUs of its node's ranks.
+    """
+    if requested == "cpu" or (requested == "auto" and not _may_have_gpu()):
+        return "cpu"
+    import torch
+
+    if not torch.cuda.is_available():
+        if requested == "gpu":
+            raise ValueError("`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
+        return "cpu"
+    world = world_from_outside()
+    if world is not None and torch.cuda.device_count() < world.local_size:
+        raise ValueError(
+            f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
+            f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
+    return "gpu"
+
+
+def _may_have_gpu() -> bool:
+    """Whether torch might find a GPU: NVIDIA's driver is installed, or the kernel has AMD's device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
+
+
+def set_allocator(cuda_graphs: bool = False) -> None:
+    """Let the segments of the allocator grow, unless the user has set the allocator; before CUDA is initialized.
+
+    A segment that grows serves tensors of any size. Segments of fixed sizes leave gaps that add up over the sizes of
+    layers, loss, optimizer and validation, on a card that the planner fills to 2 GiB. Not with CUDA graphs, which keep
+    the addresses of their memory: runs with both were reported to hang (pytorch/torchtitan issue 3306).
+
+    Processes that this one starts inherit the setting.
+
+    Raises:
+        ValueError: jobs with and without CUDA graphs in one process, whose allocator is set only once.
+    """
+    setting = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), EXPANDABLE)
+    if setting != EXPANDABLE:
+        return
+    _cuda_graphs.add(cuda_graphs)
+    if len(_cuda_graphs) > 1:
+        raise ValueError("`cuda_graphs` must be the same for all jobs of a sweep, which share the GPU's allocator")
+    if not cuda_graphs:
+        os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE

@@ -1,0 +1,127 @@
+"""The kernels and the attention of a run: `compile`, `kernels` and `model.attention`, with `auto` resolved."""
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from ..config.pretrain import RunConfig
+from ..kernels import GPU_ATTENTIONS, Kernels, choose_attention, choose_kernels
+from ..planner.flops import model_flops_per_step
+from ..planner.workload import STAND_IN_VOCAB_SIZE
+
+# From analysis/benchmarks/records/attention_cpu.json, two cores: a compiled step in bf16 takes 15 to 39 % less time
+# than eager sdpa, and the compiler takes up to 35 s with an empty cache. An eager step computes up to 0.18 TFLOP/s per
+# core (attention_cpu_3_rounds.json, 1,024 tokens). So a run of twenty minutes gains three at least; on cores that are
+# five times as fast it still gains what the compiler takes.
+FLOPS_PER_S_PER_CORE = 0.2e12
+LEAST_SECONDS = 20 * 60
+FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+
+
+def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, num_hosts: int) -> tuple[Kernels, str | None, str]:
+    """The kernels; the attention, None where it has to be measured; and the choice of `compile` in words.
+
+    Args:
+        kept: metadata of the checkpoint whose kernels the run keeps, or None.
+
+    Raises:
+        ValueError: what this machine cannot compute with.
+    """
+    kept_compile = keep_compile(run, on_gpu, kept)
+    kernels = choose_kernels(
+        on_gpu=on_gpu,
+        kernels=run.kernels,
+        compiles=kept_compile,
+        pays_on_cpu=compiling_pays(run, num_hosts),
+        cuda_graphs=run.cuda_graphs,
+        dtype=run.precision.dtype,
+    )
+    attention = resolve_attention(run, on_gpu, kernels.compiles, kept)
+    if kernels.float8 and on_gpu:
+        import torch
+
+        check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
+    choice = f"compile={str(run.compile).lower()}"
+    if run.compile == "auto":
+        choice += f": {'compiled' if kernels.compiles else 'eager'}"
+        choice += ", as in the checkpoint" * (kept_compile != "auto")
+    return kernels, attention, choice
+
+
+def compiling_pays(run: RunConfig, num_hosts: int) -> bool:
+    """Whether a run on CPUs is long enough for compilation to save time, by its whole length (`trainer.max_steps`).
+
+    A partial run (`trainer.stop_after_steps`, a resumed one) makes the same decision as the whole run on the same
+    number of cores, so that it computes the same bits. fp64, which is there for exactness, and fp16, which CPUs
+    emulate, are not compiled.
+    """
+    if run.precision.dtype not in ("fp32", "bf16") or not _has_compiler():
+        return False
+    config = run.model.resolve(STAND_IN_VOCAB_SIZE)
+    flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
+    return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * num_hosts * (os.cpu_count() or 1)
+
+
+def _has_compiler(on_gpu: bool = False) -> bool:
+    """Whether torch.compile can build kernels: a C++ compiler for this CPU or, for a GPU, the C compiler that Triton
+    looks for; and Python's headers."""
+    usual = ("gcc", "clang") if on_gpu else ("clang++" if sys.platform == "darwin" else "g++",)
+    named = os.environ.get("CC" if on_gpu else "CXX")
+    found = any(map(shutil.which, usual if named is None else (named,)))
+    # A Debian Python's own scheme names a folder that has none.
+    return found and (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").is_file()
+
+
+def keep_compile(run: RunConfig, on_gpu: bool, kept: Any) -> bool | str:
+    """`compile`; where it is `auto`, what the run's checkpoint was trained with, if this machine can compute so.
+
+    Args:
+        kept: metadata of the checkpoint whose kernels the run keeps, or None.
+    """
+    if run.compile != "auto" or kept is None:
+        return run.compile
+    compiled = kept.run.get("compile", "auto")
+    possible = run.kernels != "apex" if on_gpu else _has_compiler()
+    return compiled if possible or compiled is not True else "auto"
+
+
+def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, kept: Any) -> str | None:
+    """`model.attention`, with `auto` resolved; None where it has to be measured.
+
+    A run that is resumed on the same accelerator keeps what its checkpoint was trained with.
+
+    Raises:
+        ValueError: a GPU's backend on a CPU, or layers that no compiler here can build.
+    """
+    if compiles and not _has_compiler(on_gpu):
+        needed = (
+            "be false without a C compiler (CC, gcc or clang)" if on_gpu else "be false or auto without a C++ compiler"
+        )
+        raise ValueError(f"`compile` must {needed} and Python's headers, but is {str(compiles).lower()}")
+    requested = run.model.attention
+    if requested in GPU_ATTENTIONS and not on_gpu:
+        raise ValueError(f"`model.attention` must be sdpa, exact or auto on a CPU, but is {requested}")
+    if requested != "auto":
+        return requested
+    if kept is not None and (on_gpu or kept.model["attention"] not in GPU_ATTENTIONS):
+        return kept.model["attention"]
+    if on_gpu:
+        return "sdpa" if run.deterministic else None  # two measurements need not agree
+    return choose_attention(compiles, run.model.attention_dropout)
+
+
+def check_float8(device_name: str, capability: tuple[int, int]) -> None:
+    """Refuse a GPU that has no float8 products.
+
+    Raises:
+        ValueError: its compute capability is below that of Ada and Hopper.
+    """
+    if capability < FLOAT8_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
+        raise ValueError(
+            f"`precision` must be bf16 or another on a {device_name}: float8 products need compute capability {needed} "
+            f"(it has {found}), but is fp8"
+        )

@@ -1,1 +1,0 @@
-"""What a run writes: its folder, metrics, checkpoints, traces."""
