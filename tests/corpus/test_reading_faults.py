@@ -14,7 +14,7 @@ from input_files import TEXTS, archive, lines, pack, problems, read, source
 from lmscale.config.data import DataConfig
 from lmscale.corpus.inputs import list_inputs
 from lmscale.corpus.reading import SourceReader, check_number
-from lmscale.data.sources import check_corpus
+from lmscale.data.prepare import check_corpus
 from lmscale.text import formats
 
 
@@ -248,7 +248,7 @@ def test_links_without_target_and_pipes_are_named_and_never_opened(folder) -> No
         make(path)
         for listed in (
             lambda: list_inputs({"books": source(folder)}),
-            lambda: check_corpus(DataConfig("local", 8, path=str(folder))),
+            lambda: check_corpus(DataConfig("local", 8, path=str(folder)), "gpt"),
         ):
             with pytest.raises(ValueError) as caught:
                 listed()

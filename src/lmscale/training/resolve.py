@@ -19,10 +19,8 @@ from ..config.family import check_loads
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
-from ..data.indexed_corpus import check_indexed
-from ..data.prepare import prepare_corpus
+from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
-from ..data.sources import check_corpus
 from ..data.tokenizer import check_tokenizer
 from ..kernels import GPU_ATTENTIONS, Kernels, check_cuda_graphs, choose_attention, choose_kernels
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
@@ -190,8 +188,7 @@ def check_paths(run: RunConfig, world: World | None) -> None:
     Raises:
         ValueError: one is missing; torchrun may restart the run, which would not look for its own checkpoints.
     """
-    check_corpus(run.data)
-    check_indexed(run.data, run.model.family)
+    check_corpus(run.data, run.model.family)
     path = run.resume.path
     # `max_restarts` decides, because a node that only waited for another node's restart has counted no restart.
     if world is not None and world.launcher == "torchrun" and world.max_restarts and path != "auto":
