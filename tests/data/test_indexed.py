@@ -77,18 +77,6 @@ def test_a_merged_dataset_equals_one_written_at_once(tmp_path, parts) -> None:
     assert files(tmp_path / "merged") == files(at_once)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(documents=SEVERAL)
-def test_documents_added_together_equal_those_added_one_by_one(tmp_path, documents) -> None:
-    writer = IndexedWriter(tmp_path / "together", "uint16")
-    sequences = [sequence for document in documents for sequence in document]
-    ids = np.array([token for sequence in sequences for token in sequence], dtype=np.int64)
-    sizes = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    writer.add_documents(ids, sizes, np.array([len(document) for document in documents], dtype=np.int64))
-    writer.finish()
-    assert files(tmp_path / "together") == files(write_dataset(tmp_path / "single", documents))
-
-
 @pytest.mark.parametrize(
     ("code", "letter"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (6, "d"), (7, "f"), (8, "H")]
 )
@@ -193,12 +181,6 @@ def test_a_file_that_violates_the_format_raises_one_line(tmp_path, name) -> None
     with pytest.raises(ValueError, match=message) as caught:
         IndexedDataset(tmp_path / "a")
     assert "\n" not in str(caught.value) and str(tmp_path / "a") in str(caught.value)
-
-
-def test_the_template_of_the_bad_files_is_valid(tmp_path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"\x01" * 10)
-    (tmp_path / "a.idx").write_bytes(GOOD)
-    assert content(tmp_path / "a") == [[[257, 257]], [[], [257, 257, 257]]]
 
 
 def test_a_validated_dataset_is_validated_again_when_it_changes(tmp_path) -> None:
