@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from corpora import write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -44,7 +45,6 @@ from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.config.finetune import TaskConfig
 from lmscale.data import indexed_dataset
 from lmscale.data.indexed_dataset import IndexedDataset
-from lmscale.data.indexed_writer import IndexedWriter
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.tokenizer import read_tokenizer
 from lmscale.finetune.tasks import read_examples
@@ -149,10 +149,7 @@ def read_checkpoint(folder: Path) -> None:
 
 def write_indexed(folder: Path) -> None:
     for name in ("a", "b"):
-        writer = IndexedWriter(folder / name, "uint16")
-        for number in range(4):
-            writer.add_document([[number, 1, 2], []])
-        writer.finish()
+        write_dataset(folder / name, [[[number, 1, 2], []] for number in range(4)])
 
 
 def read_indexed(folder: Path) -> None:

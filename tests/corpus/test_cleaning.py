@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 import re
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -290,10 +289,3 @@ def test_the_first_dropped_documents_per_reason_are_saved(tmp_path) -> None:
     assert [sample["row"] for sample in held["other_language"]] == list(range(2, 22))
     assert held["no_letters"] == [{"source": "s", "file": "f", "row": 32, "id": "id32", "text": "123"}]
     assert held["other_language"][0]["text"] == texts[1][: cleaning.SAMPLE_CHARACTERS]
-
-
-def test_cleaning_does_not_import_torch() -> None:
-    import subprocess
-
-    code = "import sys, lmscale.corpus.cleaning, lmscale.corpus.reading; assert 'torch' not in sys.modules, 'torch'"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -42,7 +42,3 @@ def test_documents_compared_at_once_are_bounded_by_their_shingles(compare, monke
     monkeypatch.setattr(deduplicating, "SHINGLES_AT_ONCE", limit)
     assert result(compare) == whole and len(whole[0]) > 20
     assert all(shingles <= limit or documents == 2 for shingles, documents in held)
-
-
-def test_the_bound_is_far_below_a_task_of_slurm() -> None:
-    assert 8 * deduplicating.SHINGLES_AT_ONCE <= 2**28

@@ -73,22 +73,10 @@ def test_a_bucket_above_the_limit_pairs_with_predecessor_and_first_and_is_counte
     assert len(pairs) == 3 + 10 and num_large == 0
 
 
-def test_100_000_documents_in_one_bucket_give_linearly_many_pairs() -> None:
-    pairs, num_large = candidate_pairs(np.zeros(100_000, dtype=np.uint64))
-    assert len(pairs) == 2 * 100_000 - 3 and num_large == 1
-    assert len(np.unique(pairs, axis=0)) == len(pairs)
-    assert (clusters(100_000, pairs) == 0).all()
-
-
 def test_bands_without_equal_hashes_have_no_candidates() -> None:
     for number in (0, 1, 5):
         pairs, num_large = candidate_pairs(np.arange(number, dtype=np.uint64))
         assert pairs.shape == (0, 2) and num_large == 0
-
-
-def test_a_largest_bucket_of_one_raises() -> None:
-    with pytest.raises(ValueError, match="`largest_bucket` must be at least 2 documents, but is 1"):
-        candidate_pairs(np.zeros(2, dtype=np.uint64), 1)
 
 
 # ---- exact similarity
@@ -165,29 +153,9 @@ def test_causes_lead_to_the_survivor_over_the_fewest_pairs(seed) -> None:
         assert value == held[frozenset((i, j))]
 
 
-def test_causes_of_a_long_chain_are_its_links() -> None:
-    number = 3000
-    pairs = np.stack([np.arange(number - 1), np.arange(1, number)], axis=1)
-    labels = clusters(number, pairs)
-    keep = np.arange(number) == 0
-    removed, because_of, similarity = causes(labels, keep, pairs, np.full(number - 1, 0.8))
-    assert (because_of == removed - 1).all() and (similarity == 0.8).all()
-
-
 def test_no_removals_have_no_causes() -> None:
     for found in causes(np.arange(3), np.ones(3, dtype=bool), as_pairs(), np.empty(0)):
         assert len(found) == 0
-
-
-def test_clusters_without_exactly_one_survivor_or_without_their_pairs_raise() -> None:
-    pairs, jaccard, labels = as_pairs((0, 1), (1, 2)), np.array([0.8, 0.9]), np.zeros(3, dtype=np.int64)
-    for keep, number in (([False] * 3, 0), ([True, True, False], 2)):
-        with pytest.raises(
-            ValueError, match=f"`keep` must hold one document per cluster, but holds {number} of cluster 0"
-        ):
-            causes(labels, np.array(keep), pairs, jaccard)
-    with pytest.raises(ValueError, match="`pairs` must connect each removed document .*, but none connects 2"):
-        causes(labels, np.array([True, False, False]), pairs[:1], jaccard[:1])
 
 
 # ---- the whole search on real texts

@@ -9,7 +9,7 @@ import pytest
 from lmscale.corpus.collecting import CheckIds, SortShard
 from lmscale.corpus.deduplicating import CompareCandidates, ShingleCandidates
 from lmscale.corpus.finalizing import MergeShards
-from lmscale.corpus.work_folder import WorkFolder, save_array
+from lmscale.corpus.work_folder import save_array
 
 STEPS = {
     "ids": ("ids", "clean", lambda root: CheckIds(root, 3, "count")),
@@ -35,10 +35,3 @@ def test_a_step_after_an_incomplete_stage_raises_and_writes_nothing(name: str, t
     with pytest.raises(ValueError, match=f"all 3 tasks of `{stage}` must be complete, .* has the files of 2"):
         step(tmp_path).run()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_files_of_all_tasks_are_returned_in_order(tmp_path: Path) -> None:
-    for task in (1, 0):
-        save_array(tmp_path / "ids" / f"{task:05d}.npy", np.array([task]))
-    found = WorkFolder(tmp_path).task_files("ids", stage="clean", num_tasks=2)
-    assert [path.name for path in found] == ["00000.npy", "00001.npy"]

@@ -87,9 +87,3 @@ def test_hashes_are_the_same_in_every_version() -> None:
     assert hashes.shape == (2, 25) and hashes.dtype == np.uint64
     assert hashes[0, [0, -1]].tolist() == [13897662509719198670, 13792882620500617169]
     assert hashes[1, [0, -1]].tolist() == [9461208925580662217, 3671567683581690220]
-
-
-@pytest.mark.parametrize("name", ["bands", "rows"])
-def test_zero_bands_or_rows_raise(name) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` must be at least 1, but is 0"):
-        band_hashes(random_values(3, 1), np.array([0, 3]), **{name: 0})

@@ -163,16 +163,11 @@ def test_a_hidden_file_that_is_named_is_read(folder) -> None:
     assert local(folder / ".cache") == prepared(folder / ".cache") == ["two"]
 
 
-@READERS
-def test_hidden_members_of_an_archive_are_left_out(folder, documents: Callable) -> None:
-    members = {"./a.txt": b"one", "./._a.txt": b"\0\5\x16\7", ".git/x": b"two", "b/.c/d.txt": b"three"}
-    (folder / "a.tar").write_bytes(archive(members))
-    assert documents(folder) == ["one"]
-
-
 def test_hidden_members_are_counted(folder) -> None:
     (folder / "a.tar").write_bytes(archive({"a": b"one", "._a": b"\0", ".b": b"two"}))
-    assert read(folder)[1][0]["problems"] == {"hidden_members": {"count": 2, "first_row": 2}}
+    documents, entries = read(folder)
+    assert [document.text for document in documents] == ["one"]
+    assert entries[0]["problems"] == {"hidden_members": {"count": 2, "first_row": 2}}
     notes = open_corpus(DataConfig("local", 8, path=str(folder))).read().notes
     assert notes["problems"] == {"hidden_members": 2}
 

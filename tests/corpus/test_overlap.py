@@ -155,15 +155,3 @@ def test_a_phrase_shared_by_100_000_items_takes_bounded_time() -> None:
     started = time.perf_counter()
     assert found_by(index, documents, 0.5) == [(100, 777, 1.0)]
     assert time.perf_counter() - started < 10
-
-
-@pytest.mark.parametrize("threshold", [0, -0.5, 1.5])
-def test_a_threshold_outside_0_to_1_raises(threshold) -> None:
-    index = EvaluationIndex({"set": ["a b c"]}, 3)
-    with pytest.raises(ValueError, match="`threshold` must be above 0 and at most 1, but is"):
-        index.contaminates(*word_ngrams(["a b c"], 3), threshold)
-
-
-def test_a_slash_in_a_sets_name_raises() -> None:
-    with pytest.raises(ValueError, match="must not contain a slash, but is 'a/b'"):
-        EvaluationIndex({"a/b": ["text"]})

@@ -163,9 +163,3 @@ def test_no_texts_have_no_shingles() -> None:
     for function in (shingle_sets, word_ngrams):
         values, offsets = function([], 5)
         assert len(values) == 0 and offsets.tolist() == [0]
-
-
-def test_ngrams_of_zero_words_raise() -> None:
-    for function in (shingle_sets, word_ngrams):
-        with pytest.raises(ValueError, match="`n` must be at least 1 word, but is 0"):
-            function(["a"], 0)

@@ -31,10 +31,16 @@ def local_config(path: Path, cache: Path, **changes) -> DataConfig:
 def write_dataset(prefix: Path, documents: list[list[list[int]]], dtype: str = "uint16") -> Path:
     """Write an indexed dataset of documents, each a list of sequences of ids; returns its prefix."""
     writer = IndexedWriter(prefix, dtype)
-    for sequences in documents:
-        writer.add_document(sequences)
+    add_documents(writer, documents)
     writer.finish()
     return prefix
+
+
+def add_documents(writer: IndexedWriter, documents: list[list[list[int]]]) -> None:
+    """Append documents, each a list of sequences of ids."""
+    sequences = [ids for document in documents for ids in document]
+    ids = np.concatenate([np.empty(0, dtype=np.int64), *filter(len, sequences)])
+    writer.add_documents(ids, np.array(list(map(len, sequences)), dtype=int), np.array(list(map(len, documents))))
 
 
 def whole(prefix: Path, weight: float = 1.0) -> CorpusPart:
@@ -51,7 +57,7 @@ class SyntheticBERTCorpus:
 
     vocab_size = 5000
     special_ids = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
-    architecture = "bert"
+    samples = "lmscale.data.bert_dataset:make_samples"
     shuffles_documents = True
 
     def __init__(self, folder: Path, num_documents: int, sentences: int, sentence_length: int) -> None:

@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 
 import numpy as np
-import pytest
 from corpora import write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -84,11 +83,3 @@ def test_short_target_lengths_are_uniform_and_have_the_given_probability() -> No
     assert abs(short.mean() - 255) < 5 * 147 / np.sqrt(len(short))
     assert set(TargetLengths(5, 40, 0.0).of(np.arange(1000))) == {40}
     assert not np.array_equal(drawn, TargetLengths(6, 509, 0.1).of(np.arange(400_000)))
-
-
-@pytest.mark.parametrize("num_sentences", [2, 3, 4])
-def test_every_sentence_is_used(tmp_path, num_sentences) -> None:
-    dataset = dataset_of(tmp_path, [[100] * num_sentences])
-    rows = rows_of(dataset, 0, 1)
-    assert rows[0, 0] == 0 and rows[-1, 1] == num_sentences
-    assert (rows[:, 1] - rows[:, 0] >= 2).all() and np.array_equal(rows[1:, 0], rows[:-1, 1])

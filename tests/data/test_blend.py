@@ -37,13 +37,6 @@ def test_a_range_equals_that_part_of_a_longer_range(weights, first, length, data
     assert np.bincount(which, minlength=len(weights)).tolist() == [b - a for a, b in zip(before, after, strict=True)]
 
 
-def test_two_or_three_datasets_are_never_more_than_one_sample_off() -> None:
-    for weights in ([1, 1, 1], [0.5, 0.3, 0.2], [0.9, 0.09, 0.01], [1, 99]):
-        which, _ = Blend(weights).assign(0, 5000)
-        counts = np.cumsum(which[:, None] == np.arange(len(weights)), axis=0)
-        assert np.abs(counts - np.arange(1, 5001)[:, None] * np.array(weights) / sum(weights)).max() <= 1
-
-
 def test_only_the_ratio_of_the_weights_matters() -> None:
     assert np.array_equal(Blend([1, 3]).assign(0, 100)[0], Blend([0.5, 1.5]).assign(0, 100)[0])
     assert Blend([1, 3]).assign(0, 8)[0].tolist() == [1, 0, 1, 1, 1, 0, 1, 1]

@@ -50,7 +50,7 @@ def test_a_step_is_one_batch_with_run_wide_sample_numbers(prepared) -> None:
     for number, step in enumerate(steps):
         assert step["sample_numbers"].tolist() == list(range(12 * number + 6, 12 * number + 12))
     expected = dict.fromkeys(("tokens", "labels", "sample_numbers", "sample_indices"), torch.int64)
-    if prepared.architecture == "bert":
+    if prepared.manifest["architecture"] == "bert":
         expected |= {"token_types": torch.int64, "attention_mask": torch.bool, "sop_labels": torch.int64}
     assert {key: value.dtype for key, value in step.items()} == expected
     assert step["tokens"].shape == (6, 19) and step["sample_numbers"].shape == (6,)
@@ -141,14 +141,14 @@ def test_the_longest_come_first_if_requested(prepared) -> None:
     for before, after in zip(plain.train_dataloader(), sorted_.train_dataloader(), strict=True):
         order = after["sample_numbers"] - after["sample_numbers"].min()
         assert all(torch.equal(before[key][order], after[key]) for key in before)
-        if prepared.architecture == "gpt":
+        if prepared.manifest["architecture"] == "gpt":
             assert order.tolist() == list(range(12))
             continue
         lengths = after["attention_mask"].sum(dim=1)
         expected = sorted(range(12), key=lambda row: -before["attention_mask"][row].sum())
         assert order.tolist() == expected and (lengths.diff() <= 0).all()
         padded += int((lengths < 19).sum())
-    assert prepared.architecture == "gpt" or 0 < padded < 12 * NUM_STEPS
+    assert prepared.manifest["architecture"] == "gpt" or 0 < padded < 12 * NUM_STEPS
 
 
 @pytest.mark.parametrize("size", [1, 3, 5, 12, None])
@@ -166,7 +166,7 @@ def test_a_micro_batch_without_padding_has_no_mask(prepared) -> None:
     kinds = set()
     for step in module.train_dataloader():
         micro_batches = cut_step(step, 3)
-        if prepared.architecture == "gpt":
+        if prepared.manifest["architecture"] == "gpt":
             assert all("attention_mask" not in micro for micro in micro_batches)
             continue
         for micro, mask in zip(micro_batches, step["attention_mask"].split(3), strict=True):
@@ -176,7 +176,7 @@ def test_a_micro_batch_without_padding_has_no_mask(prepared) -> None:
             else:
                 assert torch.equal(micro["attention_mask"], mask)
             assert micro["scored"].tolist() == (micro["labels"].flatten() != -100).nonzero()[:, 0].tolist()
-    assert kinds == (set() if prepared.architecture == "gpt" else {True, False})
+    assert kinds == (set() if prepared.manifest["architecture"] == "gpt" else {True, False})
 
 
 def test_every_tensor_of_a_pinned_step_is_copied_without_waiting(prepared, monkeypatch) -> None:
@@ -200,7 +200,7 @@ def test_every_tensor_of_a_pinned_step_is_copied_without_waiting(prepared, monke
     module._trainer = SimpleNamespace(training=True, strategy=SimpleNamespace(parallel=ParallelContext()))
     move_data_to_device(module.on_before_batch_transfer(step, 0), torch.device("cuda"))
     # Each micro-batch has its dropout numbers; BERT adds `scored` and may drop a mask.
-    num_tensors = {"gpt": [4 * 5], "bert": range(4 * 8, 4 * 9 + 1)}[prepared.architecture]
+    num_tensors = {"gpt": [4 * 5], "bert": range(4 * 8, 4 * 9 + 1)}[prepared.manifest["architecture"]]
     assert len(copied) in num_tensors
     assert set(copied) == {(True, True)}
 

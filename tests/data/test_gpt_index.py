@@ -106,14 +106,3 @@ def test_a_computed_permutation_is_uniform() -> None:
         expected = counts.sum() / len(counts)
         statistic = ((counts - expected) ** 2 / expected).sum()
         assert abs(statistic - degrees) < 5 * np.sqrt(2 * degrees), statistic
-
-
-def test_a_computed_permutation_has_as_many_fixed_points_and_ascents_as_chance() -> None:
-    size = TABLE_SIZE + 77
-    fixed, ascents = 0, 0
-    for name in range(12):
-        found = Permutation(size, f"draw {name}")(np.arange(size))
-        fixed += int((found == np.arange(size)).sum())
-        ascents += int((np.diff(found) > 0).sum())
-    assert fixed <= 12 + 5 * np.sqrt(12)  # Poisson, one a permutation
-    assert abs(ascents - 12 * (size - 1) / 2) < 5 * np.sqrt(12 * size / 12)

@@ -14,8 +14,8 @@ from lmscale.config import BatchConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_dataset import ShuffledGPTDataset
-from lmscale.data.indexed_corpus import check_indexed, split_documents
-from lmscale.data.prepare import corpus_unigram_cross_entropy, prepare_corpus
+from lmscale.data.indexed_corpus import split_documents
+from lmscale.data.prepare import check_corpus, corpus_unigram_cross_entropy, prepare_corpus
 from lmscale.data.sampler import DATASET_SHIFT
 
 VOCAB = 290
@@ -216,8 +216,8 @@ def test_a_corpus_of_another_family_is_refused_in_one_line(folder) -> None:
         opened(folder / "a_text_document", folder, "bert")
     data = DataConfig("indexed", 16, str(prepared_folder(folder)), split="8,2,0")
     with pytest.raises(ValueError, match=rf"{rule}.* is for gpt; prepare the text again with architecture=bert"):
-        check_indexed(data, "bert")  # before torch is imported
-    check_indexed(data, "gpt")
+        check_corpus(data, "bert")  # before torch is imported
+    check_corpus(data, "gpt")
 
 
 def test_a_missing_or_different_tokenizer_raises(folder, tokenizers, shared_data) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_published_tokenizer
 
-NUM_TEXTS, FEWER_TEXTS = 10_000, 500
+NUM_TEXTS, FEWER_TEXTS = 4000, 200
 WORDS = ("The", "the", "Café", "cafe", "NewWord", "newword", "中文", "don't", "İstanbul", "ΑΣ", "Åse", "한국어", "x y")
 ADDED = {"content": "NewWord", "lstrip": False, "rstrip": False, "single_word": False, "special": False}
 

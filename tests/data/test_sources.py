@@ -7,17 +7,10 @@ import pytest
 from corpora import local_config
 
 from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.data.embedded import embedded_fingerprint
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.sources import open_corpus
 
 TRAINED = TokenizerConfig("trained", vocab_size=300)
-
-
-def test_blank_lines_with_spaces_end_a_document(tmp_path) -> None:
-    (tmp_path / "a.txt").write_bytes(b" one\n two\n \n\t\nthree\r\n\r\nfour\n\n\n\n")
-    corpus = open_corpus(local_config(tmp_path / "a.txt", tmp_path))
-    assert corpus.read().texts == [" one\n two", "three", "four"]
 
 
 def test_the_fingerprint_depends_on_the_suffix(tmp_path) -> None:
@@ -38,17 +31,6 @@ def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
     assert documents.texts == ["first", "second"]
     assert list(documents.notes["files"]) == ["a.jsonl.gz", "b/same.txt"]
     assert documents.notes["files"]["b/same.txt"].startswith("16367aacb67a4a01")  # sha256 of "second"
-
-
-def test_lone_surrogates_raise_or_are_replaced_and_counted(tmp_path) -> None:
-    (tmp_path / "s.jsonl").write_text('{"text": "x \\ud83d\\ude00 y"}\n{"text": "x \\ud800 y"}\n{"text": "z"}\n')
-    with pytest.raises(ValueError, match="row 2: must be Unicode text"):
-        prepare_corpus(local_config(tmp_path / "s.jsonl", tmp_path), TRAINED, "gpt", None)
-    config = local_config(tmp_path / "s.jsonl", tmp_path, undecodable="replace")
-    documents = open_corpus(config).read()
-    assert documents.texts == ["x \U0001f600 y", "x \ufffd y", "z"]
-    assert documents.notes["problems"] == {"lone_surrogates": 1}
-    assert prepare_corpus(config, TRAINED, "gpt", None).manifest["train"]["documents"] == 2
 
 
 def test_a_column_of_numbers_raises(tmp_path) -> None:
@@ -85,20 +67,6 @@ def test_damaged_parquet_pages_raise_one_line(tmp_path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_deeply_nested_json_raises_one_line(tmp_path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": ' + "[" * 100_000 + "\n")
-    with pytest.raises(ValueError, match="a.jsonl, row 2: must be one JSON object per line, but is not") as caught:
-        open_corpus(local_config(tmp_path / "a.jsonl", tmp_path)).read()
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_byte_order_mark_before_json_lines_is_ignored(tmp_path, pack) -> None:
-    path = tmp_path / ("a.jsonl" if pack is bytes else "a.jsonl.gz")
-    path.write_bytes(pack('\ufeff{"text": "one"}\n{"text": "two"}\n'.encode()))
-    assert open_corpus(local_config(path, tmp_path)).read().texts == ["one", "two"]
-
-
 def test_errors_name_the_wrong_key(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
@@ -130,10 +98,6 @@ def test_an_unreachable_hub_is_contacted_once(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 could not be reached"):
         open_corpus(DataConfig("huggingface", 16, name="no/such"))
     assert time.monotonic() - start < 10
-
-
-def test_the_embedded_corpus_has_one_fingerprint() -> None:
-    assert embedded_fingerprint() == embedded_fingerprint() and len(embedded_fingerprint()) == 64
 
 
 def test_cut_sentences_and_documents_without_a_pair_are_counted(tmp_path) -> None:

@@ -7,7 +7,7 @@ from corpora import local_config
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.prepare import prepare_corpus
-from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, load_tokenizer, read_tokenizer
+from lmscale.data.tokenizer import BERT_SPECIALS, load_tokenizer, read_tokenizer
 
 TEXTS = embedded_documents()[0][:29]
 
@@ -102,9 +102,3 @@ def test_a_damaged_tokenizer_of_a_dataset_raises_one_line(tmp_path) -> None:
         with pytest.raises(ValueError, match="tokenizer.json must be a complete tokenizer.json, but: ") as caught:
             read_tokenizer(tmp_path / "tokenizer.json")
         assert "\n" not in str(caught.value)
-
-
-def test_end_of_text_in_a_text_is_not_the_special_token(tmp_path) -> None:
-    tokenizer = train(tmp_path, "gpt")
-    (ids,) = tokenizer.encode_batch([END_OF_TEXT])
-    assert tokenizer.id_of(END_OF_TEXT) not in ids and tokenizer.decode(ids) == END_OF_TEXT

@@ -26,15 +26,9 @@ def band_hashes(values: np.ndarray, offsets: np.ndarray, bands: int = 25, rows: 
     Returns:
         uint64 [documents, bands], each band contiguous. All documents without shingles have equal hashes.
 
-    Raises:
-        ValueError: `bands` or `rows` is less than 1.
-
     Source: Broder, "On the resemblance and containment of documents", 1997; bands as in Leskovec, Rajaraman and
     Ullman, "Mining of massive datasets", section 3.4.
     """
-    for name, number in (("bands", bands), ("rows", rows)):
-        if number < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {number}")
     multipliers = _multipliers(bands * rows).reshape(bands, rows)
     signature = np.full((bands, rows, len(offsets) - 1), 2**32 - 1, dtype=np.uint32)
     nonempty = np.flatnonzero(np.diff(offsets) > 0)  # `reduceat` cannot represent an empty document

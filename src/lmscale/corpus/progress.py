@@ -1,11 +1,10 @@
 """Progress of a stage: each task reports its counts through a small file, and the parent process sums them."""
 
-import threading
 import time
-from pathlib import Path
+from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .work_folder import WorkFolder
@@ -53,19 +52,18 @@ def read_progress(folder: WorkFolder, stage: str) -> tuple[int, int]:
     return documents, characters
 
 
-class StageBar:
+class StageBar(Progress):
     """Progress bar of one stage: completed tasks, documents/s, MB/s and remaining time; a context manager.
 
     Args:
         name: name of the stage.
-        logs: log folder of its executor, which records completed tasks.
-        num_tasks: number of tasks.
+        num_tasks: number of tasks; its executor's log folder records the completed ones.
     """
 
-    def __init__(self, folder: WorkFolder, name: str, logs: Path, num_tasks: int) -> None:
-        self.folder, self.name, self.logs, self.num_tasks = folder, name, logs, num_tasks
-        self._stop = threading.Event()
-        self._progress = Progress(
+    def __init__(self, folder: WorkFolder, name: str, num_tasks: int) -> None:
+        self._folder, self._name = folder, name
+        self._start, self._already = time.monotonic(), read_progress(folder, name)
+        super().__init__(
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed:>4.0f}/{task.total:.0f} tasks"),
@@ -73,30 +71,16 @@ class StageBar:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True),
+            refresh_per_second=1 / EVERY_S,
         )
+        self.add_task(name, total=num_tasks, rate="")
 
-    def __enter__(self) -> "StageBar":
-        self._start, self._already = time.monotonic(), read_progress(self.folder, self.name)
-        self._progress.start()
-        self._task = self._progress.add_task(self.name, total=self.num_tasks, rate="")
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._update()
-        self._progress.stop()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(EVERY_S):
-            self._update()
-
-    def _update(self) -> None:
-        documents, characters = read_progress(self.folder, self.name)
-        elapsed = max(time.monotonic() - self._start, 1e-9)
-        documents, characters = documents - self._already[0], characters - self._already[1]
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Read the counts again; rich calls this for every refresh, in a thread of its own."""
+        counts, elapsed = read_progress(self._folder, self._name), max(time.monotonic() - self._start, 1e-9)
+        documents, characters = (now - before for now, before in zip(counts, self._already, strict=True))
         rate = f"{documents / elapsed:,.0f} documents/s {characters / elapsed / 1e6:.1f} MB/s" if documents > 0 else ""
-        done = sum(1 for _ in (self.logs / "completions").glob("*"))
-        self._progress.update(self._task, completed=done, rate=rate)
+        done = sum(1 for _ in self._folder.path("logs", self._name, "completions").glob("*"))
+        for task in self.tasks:  # none yet when rich asks for the first time
+            self.update(task.id, completed=done, rate=rate)
+        return super().get_renderables()

@@ -154,7 +154,7 @@ def run_plan(plan: Plan) -> bool:
         return False
     for stage in stages(plan):
         logs = folder.path("logs", stage.name)
-        with StageBar(folder, stage.name, logs, stage.num_tasks):
+        with StageBar(folder, stage.name, stage.num_tasks):
             if launcher.kind == "ray":
                 workers = launcher.workers or -1
                 executor: Any = RayPipelineExecutor(

@@ -38,11 +38,7 @@ def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         values: uint64 [total], hashes of the shingles, ascending and distinct within each text;
         offsets: int64 [texts + 1], index in `values` at which each text begins.
-
-    Raises:
-        ValueError: `n` is less than 1.
     """
-    _check(n)
     words, first = _hash_words(texts)
     values, offsets = _ngrams(words, first, n)
     values, offsets = _with_short_texts(values, offsets, texts, words, first)
@@ -67,11 +63,7 @@ def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         values: uint64 [total], the same hashes as `shingle_sets` computes;
         offsets: int64 [texts + 1]. A text of fewer than n words has none.
-
-    Raises:
-        ValueError: `n` is less than 1.
     """
-    _check(n)
     words, first = _hash_words(texts)
     return _ngrams(words, first, n)
 
@@ -95,11 +87,6 @@ def polynomial(columns: Sequence[np.ndarray]) -> np.ndarray:
         np.multiply(total, _MULTIPLIER, out=total)
         np.add(total, column, out=total)
     return mix(total)
-
-
-def _check(n: int) -> None:
-    if n < 1:
-        raise ValueError(f"`n` must be at least 1 word, but is {n}")
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Tokenize the remaining documents by source and split, without those that contain evaluation text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -13,8 +13,8 @@ from datatrove.pipeline.base import PipelineStep
 
 from ..config.family import family_of
 from ..data.indexed_writer import IndexedWriter, best_dtype
-from ..data.sentences import SentenceEncoder, encode_arrays, text_pieces
-from ..data.tokenizer import END_OF_TEXT, Tokenizer, read_tokenizer, train_tokenizer
+from ..data.sentences import document_encoder, text_pieces
+from ..data.tokenizer import read_tokenizer, train_tokenizer
 from .collecting import PLACE
 from .evaluation_sets import EvaluationTexts
 from .overlap import EvaluationIndex
@@ -165,7 +165,7 @@ class TokenizeShard(PipelineStep):
         index = self.evaluation.index(self.ngram) if self.evaluation is not None else None
         seen = index.new_seen() if index is not None else None
         contaminated = [CONTAMINATED.empty_table()]
-        encode = self._encoder(tokenizer)
+        encode = document_encoder(tokenizer, family_of(self.architecture).corpus.sequence)
         columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
         with Meter(self.folder, "tokenize", rank) as meter, _Writers(self.folder, rank, tokenizer.vocab_size) as parts:
             for table in kept_batches(self.folder, rank, self.num_shards, columns):
@@ -182,7 +182,10 @@ class TokenizeShard(PipelineStep):
                 for place in places:
                     chosen.setdefault((sources[place], splits[place]), []).append(texts[place])
                 for (source, split), some in chosen.items():
-                    parts.add(source, split, *encode(some))
+                    ids, sizes, counts, num_cut = encode(some)
+                    parts.add(source, split, ids, sizes, counts)
+                    if num_cut is not None:
+                        self.stat_update("sentences_cut", value=num_cut)
                 meter.add(len(texts), sum(map(len, texts)))
         with atomic_write(self.folder.shard_file("overlap", rank, "parquet")) as path:
             pq.write_table(pa.concat_tables(contaminated).drop_columns("place"), path)
@@ -203,26 +206,3 @@ class TokenizeShard(PipelineStep):
         columns["item"] = [index.names[item] for item in items]
         columns |= {"share": shares, "place": documents}
         return pa.table(columns, schema=CONTAMINATED)
-
-    def _encoder(self, tokenizer: Tokenizer) -> Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return the function from texts to ids, sizes of sequences, and sequences per document."""
-        if family_of(self.architecture).corpus.sequence == "document":
-            end = tokenizer.id_of(END_OF_TEXT)
-            return lambda texts: _encode_whole(tokenizer, end, texts)
-        sentences = SentenceEncoder(tokenizer)
-
-        def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            ids, sizes, counts, num_cut = sentences.encode(texts)
-            self.stat_update("sentences_cut", value=num_cut)
-            return ids, sizes, counts
-
-        return encode
-
-
-def _encode_whole(tokenizer: Tokenizer, end: int, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encode each text as one sequence followed by end-of-text."""
-    encoded = encode_arrays(tokenizer, texts)
-    sizes = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
-    last = np.array([end], dtype=np.int32)
-    joined = np.concatenate([part for ids in encoded for part in (ids, last)])
-    return joined, sizes, np.ones(len(texts), dtype=np.int64)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
-from ..config.family import family_of, load
+from ..config.family import load
 from .loading import Loader, References, Samples, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
 from .prepared import CorpusPart, PreparedCorpus
@@ -242,5 +242,4 @@ def make_dataset(
         number: of the dataset in the blend.
         num_samples: how many the run takes from it; None if the dataset does not shuffle them.
     """
-    make = load(family_of(prepared.architecture).samples)
-    return make(prepared, split, part, config, seed, number, num_samples)
+    return load(prepared.samples)(prepared, split, part, config, seed, number, num_samples)

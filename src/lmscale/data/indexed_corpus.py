@@ -1,6 +1,8 @@
 """The corpus of a run from existing token files: a folder of prepare_data.py, or prefixes of Megatron-LM's tool."""
 
 import hashlib
+import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,90 +10,96 @@ from pathlib import Path
 import numpy as np
 
 from ..config.data import DataConfig, TokenizerConfig
-from ..config.family import CorpusForm, family_of
+from ..config.family import CorpusForm
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
-from .prepared import (
-    INDEX_FOLDER,
-    MANIFEST,
-    CorpusPart,
-    PreparedCorpus,
-    cache_error,
-    check_vocabulary,
-    read_manifest,
-)
-from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer, write_tokenizer
+from .prepared import CorpusPart
+from .tokenizer import Tokenizer, load_published, read_tokenizer, write_tokenizer
 
+MANIFEST, MANIFEST_FORMAT = "manifest.json", 1  # of a folder of prepare_data.py
 TOKENIZER = "tokenizer.json"
 _NUM_PROBES, _PROBE = 64, 1 << 16  # excerpts that represent a token file, and their size in bytes
 
 
-def open_indexed(
-    data: DataConfig, tokenizer: TokenizerConfig, architecture: str, model_vocab_size: int | None, cache: Path
-) -> PreparedCorpus:
-    """Open the corpus of `data=indexed` without reading whole token files.
-
-    Args:
-        cache: folder for sample indices, and for the tokenizer if the datasets come without one.
-
-    Raises:
-        ValueError: files are missing or damaged, the tokenizer is missing or not the dataset's, ids are outside its
-            vocabulary, or the model has fewer ids.
-    """
-    form, sources = family_of(architecture).corpus, {"train": _Sources(data.path, "path")}
-    if data.validation_path is not None:
-        sources["validation"] = _Sources(data.validation_path, "validation_path")
-    for held in sources.values():
-        held.check_form(form)
-    loaded, folder = _find_tokenizer(
-        [path for held in sources.values() for path in held.folders], tokenizer, cache, architecture
-    )
-    missing = [token for token in form.special_tokens if loaded.inner.token_to_id(token) is None]
-    if missing:
-        raise ValueError(
-            f"`data.path` must be prepared for {form.name} (the model), but the tokenizer of {folder} has no "
-            f"{missing[0]}"
-        )
-    check_vocabulary(loaded, model_vocab_size)
-    for held in sources.values():
-        held.check_tokenizer(loaded)
-    parts = _split(sources, data)
-    datasets = {part.prefix: IndexedDataset(part.prefix) for held in parts.values() for part in held}
-    for dataset in datasets.values():
-        _probe_ids(dataset, loaded.vocab_size)
-    manifest = {split: _counts(held, datasets) for split, held in parts.items()}
-    manifest |= {"architecture": form.name, "tokenizer": loaded.fingerprint, "vocab_size": loaded.vocab_size}
-    manifest["notes"] = _notes(parts["train"], datasets) if form.sequence == "sentence" else []
-    return PreparedCorpus(
-        str(folder),
-        architecture,
-        loaded.vocab_size,
-        special_ids_of(loaded, form),
-        manifest,
-        parts,
-        str(cache / INDEX_FOLDER),
-        shuffles_documents=True,
-    )
-
-
-def check_indexed(data: DataConfig, architecture: str) -> None:
+def check_indexed(path: str | dict[str, float], key: str, form: CorpusForm) -> None:
     """Check that the datasets' files exist and are for the model's family, without reading them.
 
     Raises:
         ValueError: a file is missing, or a folder was prepared for another family.
     """
-    if data.kind == "indexed":
-        for key in ("path", "validation_path") if data.validation_path is not None else ("path",):
-            _Sources(getattr(data, key), key).check_form(family_of(architecture).corpus)
+    _Sources(path, key).check_form(form)
 
 
-def special_ids_of(tokenizer: Tokenizer, form: CorpusForm) -> dict[str, int]:
-    """Return the ids of the special tokens used in samples.
+class IndexedCorpus:
+    """The corpus of `data=indexed`, opened without reading whole token files; see `prepare_corpus`.
 
     Raises:
-        ValueError: the vocabulary lacks one.
+        ValueError: files are missing, or a folder was prepared for another family.
     """
-    return {token: tokenizer.id_of(token) for token in form.special_tokens}
+
+    shuffles_documents = True
+
+    def __init__(self, data: DataConfig, form: CorpusForm) -> None:
+        self.data, self.form = data, form
+        paths = {"train": "path"} | ({} if data.validation_path is None else {"validation": "validation_path"})
+        self.sources = {split: _Sources(getattr(data, key), key) for split, key in paths.items()}
+        for held in self.sources.values():
+            held.check_form(form)
+
+    def load_tokenizer(self, config: TokenizerConfig, model_vocab_size: int | None, cache: Path) -> Tokenizer:
+        """Return the tokenizer stored with the datasets, or the published one named by `tokenizer`.
+
+        Raises:
+            ValueError: there is none, several differ, or it lacks a special token of the family.
+            OSError: the published one cannot be written into the cache.
+        """
+        if config.vocab_size is not None:
+            raise ValueError(
+                "`tokenizer.vocab_size` must be null when `data` is indexed, whose tokenizer is fixed, but is "
+                f"{config.vocab_size}"
+            )
+        folders = [path for held in self.sources.values() for path in held.folders]
+        found = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
+        where = ", ".join(str(folder / TOKENIZER) for folder in found)
+        named = load_published(config, self.form) if config.kind != "trained" else None
+        if named is not None:
+            found.setdefault(cache / "tokenizers" / named.fingerprint[:24], named)
+        if not found:
+            raise ValueError(
+                f"`tokenizer` must be gpt2 or bert if there is no {TOKENIZER} beside the dataset, but is {config.kind} "
+                f"and {folders[0]} has none"
+            )
+        if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
+            raise ValueError(f"`tokenizer` must be the one of all datasets, but {where} and the named one differ")
+        self.folder, loaded = next(iter(found.items()))
+        if not (self.folder / TOKENIZER).is_file():
+            write_tokenizer(loaded.inner, self.folder / TOKENIZER)
+        for token in self.form.special_tokens:
+            if loaded.inner.token_to_id(token) is None:
+                raise ValueError(
+                    f"`data.path` must be prepared for {self.form.name} (the model), but the tokenizer of "
+                    f"{self.folder} has no {token}"
+                )
+        return loaded
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> tuple[Path, dict, dict[str, tuple[CorpusPart, ...]]]:
+        """Return the tokenizer's folder, the manifest and the parts by split, for `PreparedCorpus`.
+
+        Raises:
+            ValueError: files are damaged, the tokenizer is not the dataset's, ids are outside its vocabulary, or a
+                split has no documents.
+        """
+        for held in self.sources.values():
+            held.check_tokenizer(tokenizer)
+        parts = _split(self.sources, self.data)
+        datasets = {part.prefix: IndexedDataset(part.prefix) for held in parts.values() for part in held}
+        for dataset in datasets.values():
+            _probe_ids(dataset, tokenizer.vocab_size)
+        manifest = {split: _counts(held, datasets) for split, held in parts.items()}
+        manifest |= {"architecture": self.form.name, "tokenizer": tokenizer.fingerprint}
+        manifest["vocab_size"] = tokenizer.vocab_size
+        manifest["notes"] = _notes(parts["train"], datasets) if self.form.sequence == "sentence" else []
+        return self.folder, manifest, parts
 
 
 class _Sources:
@@ -102,7 +110,7 @@ class _Sources:
         if isinstance(path, dict):
             self.prefixes = dict(path)
         elif Path(path).is_dir():
-            self.root, self.manifest = Path(path).absolute(), read_manifest(Path(path), key)
+            self.root, self.manifest = Path(path).absolute(), _read_manifest(Path(path), key)
         else:
             self.prefixes = {path: 1.0}
         if self.manifest is None:
@@ -226,37 +234,6 @@ def _probe_ids(dataset: IndexedDataset, vocab_size: int) -> None:
             )
 
 
-def _find_tokenizer(
-    folders: list[Path], config: TokenizerConfig, cache: Path, architecture: str
-) -> tuple[Tokenizer, Path]:
-    """Return the tokenizer stored with the datasets, or the published one named by `tokenizer`, and its folder."""
-    if config.vocab_size is not None:
-        raise ValueError(
-            "`tokenizer.vocab_size` must be null when `data` is indexed, whose tokenizer is fixed, but is "
-            f"{config.vocab_size}"
-        )
-    beside = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
-    named = load_published_tokenizer(config, architecture) if config.kind != "trained" else None
-    prints = {tokenizer.fingerprint for tokenizer in beside.values()}
-    if len(prints | ({named.fingerprint} if named else set())) > 1:
-        where = ", ".join(str(folder / TOKENIZER) for folder in beside)
-        raise ValueError(f"`tokenizer` must be the one of all datasets, but {where} and the named one differ")
-    if beside:
-        return next((tokenizer, folder) for folder, tokenizer in beside.items())
-    if named is None:
-        raise ValueError(
-            f"`tokenizer` must be gpt2 or bert if there is no {TOKENIZER} beside the dataset, but is {config.kind} and "
-            f"{folders[0]} has none"
-        )
-    folder = cache / "tokenizers" / named.fingerprint[:24]
-    if not (folder / TOKENIZER).is_file():
-        try:
-            write_tokenizer(named.inner, folder / TOKENIZER)
-        except OSError as error:
-            raise cache_error(cache, error) from None
-    return named, folder
-
-
 def _counts(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) -> dict:
     """Describe a split for the record of a run."""
     sources, identities = [], []
@@ -281,3 +258,47 @@ def _notes(parts: tuple[CorpusPart, ...], datasets: dict[str, IndexedDataset]) -
                 "sentences or one of more than 512 tokens and are skipped"
             )
     return notes
+
+
+def _read_manifest(folder: Path, key: str) -> dict:
+    """Read the manifest of a folder of prepare_data.py.
+
+    Args:
+        key: the key below `data` that names the folder, for messages.
+
+    Raises:
+        ValueError: it is missing, cannot be read, or lacks something that a run needs.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(
+            f"`data.{key}` must be a folder of prepare_data.py or the path of a .bin and .idx without suffix, but "
+            f"{folder} is a folder without {MANIFEST}"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    found = manifest.get("format") if isinstance(manifest, dict) else manifest
+    if not isinstance(manifest, dict) or found != MANIFEST_FORMAT:
+        raise ValueError(f"{path}: `format` must be {MANIFEST_FORMAT}, but is {repr(found)[:40]}")
+    try:
+        _check_manifest(manifest)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must be a manifest of prepare_data.py, but fails with {error!r}"[:300]) from None
+    return manifest
+
+
+def _check_manifest(manifest: dict) -> None:
+    """Raise a LookupError, TypeError or AttributeError if what a run needs is missing or of a different type."""
+    texts = [manifest["architecture"], manifest["tokenizer"], *manifest["sources"]]
+    for source in manifest["sources"].values():
+        if type(source["weight"]) not in (int, float) or not 0 <= source["weight"] < math.inf:
+            raise TypeError(f"weight {source['weight']!r}")
+        for split in source.keys() & {"train", "validation"}:
+            texts += [source[split]["prefix"], source[split]["sha256"]]
+            if type(source[split]["documents"]) is not int:
+                raise TypeError(f"documents {source[split]['documents']!r}")
+    for text in texts:
+        if not text.isprintable():
+            raise TypeError(f"text {text!r}")

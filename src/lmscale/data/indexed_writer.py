@@ -3,7 +3,7 @@
 import os
 import shutil
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,22 +45,8 @@ class IndexedWriter:
         except OSError as error:
             raise self._failure(error) from None
 
-    def add_document(self, sequences: Iterable[Sequence[int] | np.ndarray]) -> None:
-        """Append a document given by its sequences of ids, any of which may be empty.
-
-        Raises:
-            ValueError: the dtype cannot hold an id.
-        """
-        for sequence in sequences:
-            ids = np.asarray(sequence)
-            if ids.size:
-                self._check_ids(ids)
-                self._write(ids.astype(self.dtype, copy=False).tobytes())
-            self.sizes.append(len(ids))
-        self.document_indices.append(len(self.sizes))
-
     def add_documents(self, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
-        """Append many documents at once, at little cost per document.
+        """Append documents; a sequence may be empty.
 
         Args:
             ids: integers [tokens], of all concatenated sequences.
@@ -73,7 +59,11 @@ class IndexedWriter:
         assert sizes.sum() == len(ids) and counts.sum() == len(sizes)
         if ids.size:
             self._check_ids(ids)
-            self._write(ids.astype(self.dtype, copy=False).tobytes())
+            try:
+                self._file.write(ids.astype(self.dtype, copy=False).tobytes())
+            except OSError as error:
+                self.discard()
+                raise self._failure(error) from None
         self.document_indices.frombytes((len(self.sizes) + np.cumsum(counts, dtype=np.int64)).tobytes())
         self.sizes.frombytes(sizes.astype(np.int32).tobytes())
 
@@ -140,13 +130,6 @@ class IndexedWriter:
                     f"{self.prefix}: ids must be from {bounds.min} to {bounds.max} ({self.dtype.name}), but document "
                     f"{len(self.document_indices) - 1} has {wrong}"
                 )
-
-    def _write(self, content: bytes) -> None:
-        try:
-            self._file.write(content)
-        except OSError as error:
-            self.discard()
-            raise self._failure(error) from None
 
     def _failure(self, error: OSError) -> ValueError:
         return ValueError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}")

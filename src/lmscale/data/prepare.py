@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import uuid
-from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,14 @@ import tokenizers
 
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of
-from .indexed_corpus import open_indexed, special_ids_of
+from ..text.input_files import list_files
+from .indexed_corpus import IndexedCorpus, check_indexed
 from .indexed_dataset import IndexedDataset
 from .indexed_writer import IndexedWriter, best_dtype
-from .prepared import INDEX_FOLDER, CorpusPart, PreparedCorpus, cache_error, check_vocabulary
-from .sentences import SentenceEncoder, encode_arrays
-from .sources import Corpus, Documents, open_corpus
-from .tokenizer import END_OF_TEXT, Tokenizer, load_tokenizer
+from .prepared import CorpusPart, PreparedCorpus
+from .sentences import document_encoder
+from .sources import Documents, open_corpus
+from .tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 3
 UNIGRAM_TOKENS = 1 << 26  # read per dataset, at most: enough for a unigram model, and takes about a second
@@ -46,66 +47,183 @@ def prepare_corpus(
         ValueError: the sources or the tokenizer cannot be used, the corpus is too small to hold out a document, the
             tokenizer has more ids than the model, or the cache cannot be written.
     """
-    cache, form = cache_folder(data.cache_dir), family_of(architecture).corpus
-    if data.kind == "indexed":
-        return open_indexed(data, tokenizer, architecture, model_vocab_size, cache)
-    corpus = open_corpus(data)
-    held_out = open_corpus(data, "validation_path") if data.validation_path is not None else None
-    read: dict[str, Documents] = {}
-
-    def documents() -> tuple[list[str], list[str]]:
-        if not read:
-            read["train"] = corpus.read()
-            if held_out is not None:
-                read["validation"] = held_out.read()
-        return _split(read, data.validation_every)
-
-    source = _source_key(data, corpus, held_out)
+    cache, family = cache_folder(data.cache_dir), family_of(architecture)
+    corpus = (IndexedCorpus if data.kind == "indexed" else TextCorpus)(data, family.corpus)
     try:
-        loaded = load_tokenizer(tokenizer, architecture, model_vocab_size, lambda: documents()[0], source, cache)
-        check_vocabulary(loaded, model_vocab_size)
-        facts = (FORMAT_VERSION, source, form.name, loaded.fingerprint, tokenizers.__version__)
-        folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-        if not (folder / "manifest.json").is_file():
-            _build(folder, documents(), loaded, form, {k: d.notes for k, d in read.items()})
+        loaded = corpus.load_tokenizer(tokenizer, model_vocab_size, cache)
+        if model_vocab_size is not None and loaded.vocab_size > model_vocab_size:
+            raise ValueError(
+                f"`model.vocab_size` must be at least the tokenizer's {loaded.vocab_size} ids, but is "
+                f"{model_vocab_size}"
+            )
+        folder, manifest, parts = corpus.open(loaded, cache)
     except OSError as error:  # reading the sources raises ValueErrors
-        raise cache_error(cache, error) from None
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    skipped = [found.skipped for found in (corpus, held_out) if found is not None and found.skipped]
-    manifest["notes"] = [*skipped, *_notes(data, tokenizer, loaded.vocab_size, manifest)]
-    parts = {}
-    for split in ("train", "validation"):
-        held = manifest[split]
-        prefix = str(folder / f"{split}_text_{form.sequence}")
-        parts[split] = (CorpusPart(prefix, 0, held["documents"], f"{held['sha256']} {manifest['tokenizer']}"),)
+        raise ValueError(
+            "`data.cache_dir` must be a folder that can be written and has free space, but "
+            f"{error.filename or cache}: {error.strerror}"
+        ) from None
     return PreparedCorpus(
         str(folder),
-        architecture,
+        family.samples,
         loaded.vocab_size,
-        special_ids_of(loaded, form),
+        {token: loaded.id_of(token) for token in family.corpus.special_tokens},
         manifest,
         parts,
-        str(cache / INDEX_FOLDER),
+        str(cache / "indices"),
+        corpus.shuffles_documents,
     )
 
 
-def _notes(data: DataConfig, tokenizer: TokenizerConfig, vocab_size: int, manifest: dict) -> Iterator[str]:
-    """Yield a line for what was wrong in the files, and for each request for which the corpus was too small."""
-    for split, notes in manifest["sources"].items():
-        problems = [f"{kind.replace('_', ' ')} {number:,}" for kind, number in notes.get("problems", {}).items()]
-        if problems:
-            yield f"files of the {split} text: {', '.join(problems)}"
-    if tokenizer.kind == "trained" and vocab_size < (tokenizer.vocab_size or 0):
-        yield (
-            f"`tokenizer.vocab_size` is {tokenizer.vocab_size:,}, but the corpus has only {vocab_size:,} "
-            "different pieces, which the tokenizer has"
+def check_corpus(data: DataConfig, architecture: str) -> None:
+    """Check that the files of a corpus exist, without reading them.
+
+    Raises:
+        ValueError: a path is missing or has no file of a known suffix, or token files are for another family.
+    """
+    for key in ("path", "validation_path"):
+        path = getattr(data, key)
+        if path is not None and data.kind == "local":
+            list_files(Path(path), f"data.{key}")
+        elif path is not None and data.kind == "indexed":
+            check_indexed(path, key, family_of(architecture).corpus)
+
+
+class TextCorpus:
+    """A corpus of texts, whose token files are found in the cache or written into it; see `prepare_corpus`.
+
+    Raises:
+        ValueError: the sources cannot be opened.
+    """
+
+    shuffles_documents = False
+
+    def __init__(self, data: DataConfig, form: CorpusForm) -> None:
+        self.data, self.form, self.sources = data, form, {"train": open_corpus(data)}
+        if data.validation_path is not None:
+            self.sources["validation"] = open_corpus(data, "validation_path")
+        facts = (data.kind, data.text_field, data.undecodable, *(held.fingerprint for held in self.sources.values()))
+        facts += (data.validation_every,) if data.validation_path is None else ()
+        self.key = hashlib.sha256(repr(facts).encode()).hexdigest()
+
+    def load_tokenizer(self, config: TokenizerConfig, model_vocab_size: int | None, cache: Path) -> Tokenizer:
+        """Load the tokenizer, or train it on the training documents."""
+        self.requested_size = config.vocab_size if config.kind == "trained" else None
+        return load_tokenizer(config, self.form, model_vocab_size, lambda: self.split["train"], self.key, cache)
+
+    def open(self, tokenizer: Tokenizer, cache: Path) -> tuple[Path, dict, dict[str, tuple[CorpusPart, ...]]]:
+        """Return the folder in the cache, the manifest and the parts by split, for `PreparedCorpus`."""
+        facts = (FORMAT_VERSION, self.key, self.form.name, tokenizer.fingerprint, tokenizers.__version__)
+        folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+        if not (folder / "manifest.json").is_file():
+            self._build(folder, tokenizer)
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest["notes"] = self._notes(tokenizer.vocab_size, manifest)
+        parts = {}
+        for split in ("train", "validation"):
+            held, prefix = manifest[split], folder / f"{split}_text_{self.form.sequence}"
+            identity = f"{held['sha256']} {manifest['tokenizer']}"
+            parts[split] = (CorpusPart(str(prefix), 0, held["documents"], identity),)
+        return folder, manifest, parts
+
+    @cached_property
+    def documents(self) -> dict[str, Documents]:
+        """The documents of each source, which are read only if something is not in the cache."""
+        return {split: held.read() for split, held in self.sources.items()}
+
+    @cached_property
+    def split(self) -> dict[str, list[str]]:
+        """Texts by split; every `data.validation_every`-th is held out unless a validation corpus is given.
+
+        Raises:
+            ValueError: there is only one document.
+        """
+        texts = {split: held.texts for split, held in self.documents.items()}
+        if "validation" in texts:
+            return texts
+        whole = texts["train"]
+        if len(whole) < 2:
+            raise ValueError(
+                f"a corpus without `data.validation_path` must have at least 2 documents, but has {len(whole)}: "
+                "none could be held out"
+            )
+        every = min(self.data.validation_every, len(whole))  # else the last one, as `_notes` reports
+        return {
+            "train": [text for number, text in enumerate(whole, start=1) if number % every],
+            "validation": whole[every - 1 :: every],
+        }
+
+    def _notes(self, vocab_size: int, manifest: dict) -> list[str]:
+        """Return a line for what was wrong in the files, and for each request for which the corpus was too small."""
+        notes = [held.skipped for held in self.sources.values() if held.skipped]
+        for split, facts in manifest["sources"].items():
+            problems = [f"{kind.replace('_', ' ')} {number:,}" for kind, number in facts.get("problems", {}).items()]
+            if problems:
+                notes.append(f"files of the {split} text: {', '.join(problems)}")
+        if vocab_size < (self.requested_size or 0):
+            notes.append(
+                f"`tokenizer.vocab_size` is {self.requested_size:,}, but the corpus has only {vocab_size:,} "
+                "different pieces, which the tokenizer has"
+            )
+        every, there = (
+            self.data.validation_every,
+            sum(manifest[split]["documents"] for split in ("train", "validation")),
         )
-    num_documents = manifest["train"]["documents"] + manifest["validation"]["documents"]
-    if data.validation_path is None and data.validation_every > num_documents:
-        yield (
-            f"`data.validation_every` is {data.validation_every:,}, but the corpus has {num_documents:,} documents: "
-            "the last one is held out"
-        )
+        if "validation" not in self.sources and every > there:
+            notes.append(
+                f"`data.validation_every` is {every:,}, but the corpus has {there:,} documents: "
+                "the last one is held out"
+            )
+        return notes
+
+    def _build(self, folder: Path, tokenizer: Tokenizer) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = folder.parent / f".building_{uuid.uuid4().hex}"
+        building.mkdir()  # not by mkdtemp, whose folders no other user may read
+        try:
+            manifest = {
+                "format_version": FORMAT_VERSION,
+                "architecture": self.form.name,
+                "tokenizer": tokenizer.fingerprint,
+                "vocab_size": tokenizer.vocab_size,
+                "sources": {split: held.notes for split, held in self.documents.items()},
+                "versions": {
+                    "python": platform.python_version(),
+                    "tokenizers": tokenizers.__version__,
+                    "numpy": np.__version__,
+                },
+            }
+            for split, texts in self.split.items():
+                manifest[split] = self._write(building / f"{split}_text_{self.form.sequence}", texts, tokenizer)
+            # `inner.save` writes the same and raises no OSError.
+            (building / "tokenizer.json").write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
+            (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            try:
+                os.rename(building, folder)
+            except OSError:  # another process was first; its files are the same
+                if not (folder / "manifest.json").is_file():
+                    raise
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    def _write(self, prefix: Path, texts: list[str], tokenizer: Tokenizer) -> dict:
+        """Write the token file of a split; returns its entry of the manifest."""
+        writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
+        encode, num_cut, num_without_pair = document_encoder(tokenizer, self.form.sequence), 0, 0
+        for start in range(0, len(texts), _BATCH):
+            ids, sizes, counts, cut = encode(texts[start : start + _BATCH])
+            writer.add_documents(ids, sizes, counts)
+            num_cut += cut or 0
+            num_without_pair += int((counts < 2).sum())
+        writer.finish()
+        entry = {
+            "documents": len(texts),
+            "bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
+            "tokens": sum(writer.sizes),
+            "sha256": hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest(),
+        }
+        if self.form.sequence == "sentence":
+            entry |= {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
+        return entry
 
 
 def cache_folder(cache_dir: str | None, key: str = "data.cache_dir") -> Path:
@@ -156,10 +274,7 @@ def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
 
     All datasets of a blend are counted alike, whatever their weight.
     """
-    there = 0
-    for part in prepared.parts["train"]:
-        start, end = IndexedDataset(part.prefix).document_starts(np.array([part.first, part.last])).tolist()
-        there += end - start
+    there = sum(end - start for _, start, end in map(_range_of, prepared.parts["train"]))
     if num_tokens <= MANY_EPOCHS * there:
         return ""
     return (
@@ -169,90 +284,11 @@ def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
 
 
 def _first_tokens(part: CorpusPart) -> np.ndarray:
-    dataset = IndexedDataset(part.prefix)
-    start, end = dataset.document_starts(np.array([part.first, part.last])).tolist()
+    dataset, start, end = _range_of(part)
     return dataset.tokens[start : min(end, start + UNIGRAM_TOKENS)]
 
 
-def _source_key(data: DataConfig, corpus: Corpus, held_out: Corpus | None) -> str:
-    facts = (data.kind, data.text_field, data.undecodable, corpus.fingerprint)
-    facts += (held_out.fingerprint,) if held_out is not None else (data.validation_every,)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _split(read: dict[str, Documents], every: int) -> tuple[list[str], list[str]]:
-    """Return training and validation documents; every `every`-th is held out unless a validation corpus is given."""
-    texts = read["train"].texts
-    if "validation" in read:
-        return texts, read["validation"].texts
-    if len(texts) < 2:
-        raise ValueError(
-            f"a corpus without `data.validation_path` must have at least 2 documents, but has {len(texts)}: "
-            "none could be held out"
-        )
-    every = min(every, len(texts))  # a short corpus holds out its last document, which `_notes` reports
-    held_out = set(range(every - 1, len(texts), every))
-    return [t for i, t in enumerate(texts) if i not in held_out], [t for i, t in enumerate(texts) if i in held_out]
-
-
-def _build(
-    folder: Path, parts: tuple[list[str], list[str]], tokenizer: Tokenizer, form: CorpusForm, notes: dict
-) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.parent / f".building_{uuid.uuid4().hex}"
-    building.mkdir()  # not by mkdtemp, whose folders no other user may read
-    try:
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "architecture": form.name,
-            "tokenizer": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "sources": notes,
-            "versions": {
-                "python": platform.python_version(),
-                "tokenizers": tokenizers.__version__,
-                "numpy": np.__version__,
-            },
-        }
-        for split, texts in zip(("train", "validation"), parts, strict=True):
-            writer = IndexedWriter(building / f"{split}_text_{form.sequence}", best_dtype(tokenizer.vocab_size))
-            counts = _WRITERS[form.sequence](writer, texts, tokenizer)
-            writer.finish()
-            manifest[split] = {
-                "documents": len(texts),
-                "bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
-                "tokens": sum(writer.sizes),
-                "sha256": hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest(),
-            } | counts
-        # `inner.save` writes the same and raises no OSError.
-        (building / "tokenizer.json").write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
-        (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        try:
-            os.rename(building, folder)
-        except OSError:  # another process was first; its files are the same
-            if not (folder / "manifest.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
-def _write_documents(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
-    end = tokenizer.id_of(END_OF_TEXT)
-    for start in range(0, len(texts), _BATCH):
-        for ids in encode_arrays(tokenizer, texts[start : start + _BATCH]):
-            writer.add_document([np.append(ids, np.int32(end))])
-    return {}
-
-
-def _write_sentences(writer: IndexedWriter, texts: list[str], tokenizer: Tokenizer) -> dict[str, int]:
-    """Write documents as sentences; returns counts of truncated sentences and of documents without a pair."""
-    encoder, num_cut, num_without_pair = SentenceEncoder(tokenizer), 0, 0
-    for start in range(0, len(texts), _BATCH):
-        ids, sizes, counts, cut = encoder.encode(texts[start : start + _BATCH])
-        writer.add_documents(ids, sizes, counts)
-        num_cut += cut
-        num_without_pair += int((counts < 2).sum())
-    return {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
-
-
-_WRITERS = {"document": _write_documents, "sentence": _write_sentences}
+def _range_of(part: CorpusPart) -> tuple[IndexedDataset, int, int]:
+    """Return the dataset of a part, and its first token and the one after its last."""
+    dataset = IndexedDataset(part.prefix)
+    return dataset, *dataset.document_starts(np.array([part.first, part.last])).tolist()

@@ -5,13 +5,14 @@ Pieces bound memory by bytes, not by the number of documents: no token, word or 
 
 import re
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import tokenizers
 
-from .tokenizer import Tokenizer
+from .tokenizer import END_OF_TEXT, Tokenizer
 
+DocumentEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray, int | None]]
 PIECE_CHARACTERS = 2**18  # of a text at once, unless it has no space; a tokenizer needs some 200 bytes for each
 GROUP_CHARACTERS = 2**20  # of several texts at once
 # Before the spaces after a word. Neither a word nor a run of spaces is cut, and no n-gram, token or lower-cased letter
@@ -72,6 +73,26 @@ def encode_arrays(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray
                 parts.append([])
             parts[number].append(np.array(encoding.ids, dtype=np.int32))
     return [held[0] if len(held) == 1 else np.concatenate(held) for held in parts]
+
+
+def document_encoder(tokenizer: Tokenizer, sequence: str) -> DocumentEncoder:
+    """Return the function that encodes documents for a token file; it returns what `SentenceEncoder.encode` does.
+
+    Args:
+        sequence: what a sequence of the token file is, as in `CorpusForm`: a `document`, followed by end-of-text, or a
+            `sentence`. No document is cut: the last value is None.
+    """
+    if sequence == "sentence":
+        return SentenceEncoder(tokenizer).encode
+    end = np.array([tokenizer.id_of(END_OF_TEXT)], dtype=np.int32)
+
+    def encode(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray, None]:
+        encoded = encode_arrays(tokenizer, texts)
+        sizes = np.array([len(ids) + 1 for ids in encoded], dtype=np.int64)
+        joined = np.concatenate([part for ids in encoded for part in (ids, end)])
+        return joined, sizes, np.ones(len(texts), dtype=np.int64), None
+
+    return encode
 
 
 def split_sentences(text: str) -> list[str]:

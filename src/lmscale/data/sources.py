@@ -71,17 +71,6 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key), skipped)
 
 
-def check_corpus(config: DataConfig) -> None:
-    """Check that a local corpus has files, without reading them.
-
-    Raises:
-        ValueError: the path is missing or has no file of a known suffix.
-    """
-    if config.kind == "local":
-        for key in ("path", "validation_path") if config.validation_path is not None else ("path",):
-            list_files(Path(getattr(config, key)), f"data.{key}")
-
-
 def _read_embedded() -> Documents:
     texts, missing = embedded_documents()
     return Documents(texts, {"missing_modules": missing})

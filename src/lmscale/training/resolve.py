@@ -13,10 +13,8 @@ from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
 from ..config.pretrain import RunConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
-from ..data.indexed_corpus import check_indexed
-from ..data.prepare import prepare_corpus
+from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
-from ..data.sources import check_corpus
 from ..data.tokenizer import check_tokenizer
 from ..kernels import Kernels, check_cuda_graphs
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
@@ -152,8 +150,7 @@ def check_paths(run: RunConfig, world: World | None) -> None:
     Raises:
         ValueError: one is missing; torchrun may restart the run, which would not look for its own checkpoints.
     """
-    check_corpus(run.data)
-    check_indexed(run.data, run.model.family)
+    check_corpus(run.data, run.model.family)
     if run.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     path = run.resume.path

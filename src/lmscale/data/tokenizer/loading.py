@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 
 from ...config.data import TokenizerConfig
-from ...config.family import corpus_forms, family_of
+from ...config.family import CorpusForm, corpus_forms, family_of
 from .encoding import Tokenizer, read_tokenizer, write_tokenizer
 from .published import read_published
 from .training import NUM_BYTES, TRAINING_VERSION, too_small, train_tokenizer
@@ -17,7 +17,7 @@ DEFAULT_VOCAB_SIZE = 2000
 
 def load_tokenizer(
     config: TokenizerConfig,
-    architecture: str,
+    form: CorpusForm,
     model_vocab_size: int | None,
     training_texts: Callable[[], list[str]],
     corpus_fingerprint: str,
@@ -26,33 +26,41 @@ def load_tokenizer(
     """Load the tokenizer of a run; a trained tokenizer is trained once and cached.
 
     Args:
-        architecture: the family, whose corpus form names the algorithm.
+        form: names the algorithm, and the published tokenizer that suits the model.
         training_texts: called only if a tokenizer must be trained.
 
     Raises:
         ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
         OSError: the cache cannot be written.
     """
-    if config.kind == "trained":
-        path = cache_dir / _trained_name(config, architecture, model_vocab_size, corpus_fingerprint)
-        if not path.is_file():
-            size = _size_to_train(config, model_vocab_size)
-            key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
-            write_tokenizer(train_tokenizer(training_texts(), architecture, size, key), path)
-        return read_tokenizer(path)
-    return load_published_tokenizer(config, architecture)
+    if config.kind != "trained":
+        return load_published(config, form)
+    size = config.vocab_size or min(model_vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
+    facts = (TRAINING_VERSION, form.name, size, corpus_fingerprint, tokenizers.__version__)
+    name = f"{form.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
+    path = cache_dir / "tokenizers" / name
+    if not path.is_file():
+        key = "model.vocab_size" if config.vocab_size is None and model_vocab_size else "tokenizer.vocab_size"
+        write_tokenizer(train_tokenizer(training_texts(), form.name, size, key), path)
+    return read_tokenizer(path)
 
 
 def load_published_tokenizer(config: TokenizerConfig, architecture: str | None = None) -> Tokenizer:
+    """`load_published` for a family by name; None: any that the tokenizer suits."""
+    form = corpus_forms()[config.kind] if architecture is None else family_of(architecture).corpus
+    return load_published(config, form)
+
+
+def load_published(config: TokenizerConfig, form: CorpusForm) -> Tokenizer:
     """Load GPT-2's or BERT's published tokenizer from local files or the hub.
 
     Args:
-        architecture: the family that it must suit; None: any.
+        form: of the model that it must suit.
 
     Raises:
-        ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
+        ValueError: files are missing or unreadable, the kind does not suit the model, or the hub is unreachable.
     """
-    check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
+    _check(config, form)
     inner = read_published(config)
     # A published tokenizer.json may truncate or pad to one model's length; documents must stay whole.
     inner.no_truncation()
@@ -68,22 +76,14 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
         ValueError: a published tokenizer is of a different architecture or its path is missing, or the size is too
             small for all bytes.
     """
-    size, form = config.vocab_size, family_of(architecture).corpus
+    _check(config, family_of(architecture).corpus)
+
+
+def _check(config: TokenizerConfig, form: CorpusForm) -> None:
+    size = config.vocab_size
     if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
         raise ValueError(too_small("tokenizer.vocab_size", size))
     if config.kind != "trained" and config.kind != form.tokenizer:
         raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
     if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
-
-
-def _size_to_train(config: TokenizerConfig, model_vocab_size: int | None) -> int:
-    if config.vocab_size is not None:
-        return config.vocab_size
-    return min(model_vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-
-
-def _trained_name(config: TokenizerConfig, architecture: str, model_vocab_size: int | None, corpus: str) -> str:
-    name = family_of(architecture).corpus.name
-    facts = (TRAINING_VERSION, name, _size_to_train(config, model_vocab_size), corpus, tokenizers.__version__)
-    return f"tokenizers/{name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
