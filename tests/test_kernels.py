@@ -114,7 +114,7 @@ def test_a_run_reports_the_chosen_kernels_and_refuses_unknown_ones(tmp_path) -> 
     assert line in done.stdout
     for key, message in {
         "cuda_graphs=true": "`cuda_graphs` must be false on a CPU, but is true",
-        "compile=maybe": "`compile` must be true, false or auto, but is 'maybe'",
+        "compile=maybe": "`compile` must be true or false or auto, but is 'maybe'",
     }.items():
         done = train(*TINY, key, "trainer.accelerator=cpu")
         assert done.returncode == 2 and message in done.stderr

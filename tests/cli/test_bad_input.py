@@ -120,7 +120,10 @@ BAD = {
         ["model.attention=cudnn"],
         "`model.attention` must be one of sdpa, flash, efficient, exact, auto, but is 'cudnn'",
     ),
-    "not finite": (["optimizer.max_grad_norm=inf"], "`optimizer.max_grad_norm` must be a finite number, but is inf"),
+    "not finite": (
+        ["optimizer.max_grad_norm=inf"],
+        "`optimizer.max_grad_norm` must be a finite number or null, but is inf",
+    ),
     "no path": (["data=local"], "`data.path` must be given"),
     "missing corpus": (
         ["data=local", "data.path=no/such/file.txt"],

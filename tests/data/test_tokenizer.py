@@ -5,6 +5,7 @@ import tokenizers
 from corpora import local_config
 
 from lmscale.config.data import TokenizerConfig
+from lmscale.config.family import family_of
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.tokenizer import BERT_SPECIALS, load_tokenizer, read_tokenizer
@@ -14,7 +15,7 @@ TEXTS = embedded_documents()[0][:29]
 
 def train(folder, architecture: str, vocab_size: int = 700, texts: list[str] = TEXTS):
     config = TokenizerConfig("trained", vocab_size=vocab_size)
-    return load_tokenizer(config, architecture, None, lambda: texts, "corpus", folder)
+    return load_tokenizer(config, family_of(architecture).corpus, None, lambda: texts, "corpus", folder)
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
@@ -64,7 +65,9 @@ def test_a_tokenizer_json_with_truncation_and_padding_encodes_whole_documents(tm
     text = "one two three four five six seven eight nine ten eleven"
     lengths = []
     for path in (tmp_path / "tokenizer.json", tmp_path):
-        loaded = load_tokenizer(TokenizerConfig("gpt2", path=str(path)), "gpt", None, list, "", tmp_path)
+        loaded = load_tokenizer(
+            TokenizerConfig("gpt2", path=str(path)), family_of("gpt").corpus, None, list, "", tmp_path
+        )
         (ids,) = loaded.encode_batch([text])
         assert loaded.decode(ids) == text
         lengths.append(len(ids))
@@ -75,7 +78,7 @@ def test_ids_beyond_a_gap_in_the_vocabulary_count(tmp_path) -> None:
     vocab = {token: i for i, token in enumerate(BERT_SPECIALS)} | {"a": 40}
     tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
     config = TokenizerConfig("bert", path=str(tmp_path))
-    assert load_tokenizer(config, "bert", None, list, "", tmp_path).vocab_size == 41
+    assert load_tokenizer(config, family_of("bert").corpus, None, list, "", tmp_path).vocab_size == 41
     (tmp_path / "a.txt").write_text("a\n\na")
     with pytest.raises(ValueError, match="at least the tokenizer's 41 ids, but is 40"):
         prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), config, "bert", 40)
@@ -92,7 +95,9 @@ def test_a_path_without_tokenizer_files_raises_one_line(tmp_path, kind) -> None:
     ):
         with pytest.raises(ValueError, match=message) as caught:
             architecture = "gpt" if kind == "gpt2" else "bert"
-            load_tokenizer(TokenizerConfig(kind, path=str(path)), architecture, None, list, "", tmp_path)
+            load_tokenizer(
+                TokenizerConfig(kind, path=str(path)), family_of(architecture).corpus, None, list, "", tmp_path
+            )
         assert "\n" not in str(caught.value)
 
 

@@ -1,7 +1,9 @@
 """Runs with `precision=fp8`: they learn as in bf16, resume bitwise, and are refused where unsupported."""
 
 import pytest
-from runs import read_record, read_rows, tiny_run
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from runs import REPOSITORY, read_record, read_rows, tiny_run
 
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.config.generate import GenerateConfig
@@ -62,9 +64,12 @@ def test_only_pretraining_accepts_float8() -> None:
         GenerateConfig(ckpt="x", prompt="y", precision=precision)
     with pytest.raises(ValueError, match=refusal):
         ZeroShotConfig("x", WikiText103Config("wikitext103", "y"), ckpt="z", precision=precision)
-    nothing = dict.fromkeys(FinetuneConfig.__dataclass_fields__, 1)
+    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        values = OmegaConf.to_container(
+            compose("finetune", ["task=mnli", "ckpt=x", "precision=fp8", "optimizer.lr=1e-4"]), resolve=True
+        )
     with pytest.raises(ValueError, match=refusal):
-        FinetuneConfig(**nothing | {"precision": precision})
+        FinetuneConfig.from_dict(values | {"run_dir": "y"})
 
 
 def test_the_float8_peak_is_known_for_devices_that_support_it() -> None:

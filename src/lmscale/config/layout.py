@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-from .checks import Checked, Positive, Rule, require
+from .checks import Checked, Positive, Rule, refuse, require
 
 # torch counts milliseconds in 32 bits.
 _Timeout = Annotated[
@@ -140,7 +140,8 @@ class ParallelConfig(LayoutOptions):
         Raises:
             ValueError: `record` is set.
         """
-        require(self, "record", "null outside src/train.py", self.record is None)
+        if self.record is not None:
+            refuse("parallel.record", "null outside src/train.py", self.record)
 
     def layout(self, **sizes: int) -> Layout:
         """The grid of these sizes, with the requested options."""
