@@ -14,6 +14,7 @@ from .checks import AboveZero, Checked, Fraction, Positive, check, require
 from .family import Family, family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
+BASES = ("base_hidden_size", "base_num_layers", "base_head_size")
 Attention = Literal["sdpa", "flash", "efficient", "exact"]
 
 
@@ -46,6 +47,10 @@ def _placements() -> dict[str, Any]:
     return load("lmscale.models.later_placements:PLACEMENTS")
 
 
+def _parametrizations() -> dict[str, Any]:
+    return load("lmscale.models.parametrization:PARAMETRIZATIONS")
+
+
 @dataclass(frozen=True)
 class ModelConfig(Checked):
     """`model=`: the architecture as requested, independent of how it is cut over devices; `resolve` completes it.
@@ -75,6 +80,12 @@ class ModelConfig(Checked):
         initializer_std: weights are drawn from N(0, std) (section 4.2).
         scale_residual_init: divide the initial output weights of sublayers by sqrt(2 L) (section 4.2); `deepnorm` has
             its own factor.
+        parametrization: how weights, rates and multipliers follow the size (`models/parametrization.py`): as the paper
+            (`standard`), with a best learning rate that stays as the width grows (`mup`), or also as the depth grows
+            (`completep`, pre-norm only).
+        base_hidden_size: width at which the parametrization equals `standard`; None: the model's own.
+        base_num_layers: depth at which it does; None: the model's own.
+        base_head_size: head size at which it does; None: the model's own.
         attention: torch's fused kernels (`sdpa`), one of them first, plain softmax whose dropout does not depend on the
             layout (`exact`), or the fastest by measurement (`auto`).
         recompute: activation checkpointing; `auto`: as little as fits in memory.
@@ -103,6 +114,10 @@ class ModelConfig(Checked):
     initializer: Literal["generator", "counter"] = "generator"
     initializer_std: AboveZero = 0.02
     scale_residual_init: bool = True
+    parametrization: str = "standard"
+    base_hidden_size: Positive | None = None
+    base_num_layers: Positive | None = None
+    base_head_size: Positive | None = None
     attention: Attention | Literal["auto"] = "sdpa"
     recompute: Recompute | Literal["auto"] = Recompute.NONE
     name: str | None = field(default=None, compare=False)
@@ -113,6 +128,12 @@ class ModelConfig(Checked):
         check(Literal[*_placements()], self.norm_order, "norm_order")
         if self.recompute != "auto":
             object.__setattr__(self, "recompute", Recompute(self.recompute))
+        check(Literal[*_parametrizations()], self.parametrization, "parametrization")
+        for name in BASES if self.parametrization == "standard" else ():
+            require(self, name, "null with parametrization=standard", getattr(self, name) is None)
+        rule = f"pre with parametrization={self.parametrization}, whose depth rule was published for it alone"
+        scales_depth = _parametrizations()[self.parametrization].scales_depth
+        require(self, "norm_order", rule, self.norm_order == "pre" or not scales_depth)
         rule = f"a multiple of `num_attention_heads` ({self.num_attention_heads})"
         require(self, "hidden_size", rule, self.hidden_size % self.num_attention_heads == 0)
 
@@ -150,6 +171,11 @@ class ModelConfig(Checked):
     def placement(self) -> Any:
         """The `NormPlacement` of `norm_order`."""
         return _placements()[self.norm_order]
+
+    @property
+    def scaling(self) -> Any:
+        """The rules of `parametrization` for this size (`models/parametrization.py`)."""
+        return _parametrizations()[self.parametrization](self)
 
     @property
     def layer_placements(self) -> list[Any]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..models import build_model
+from ..models.parametrization import parametrize, scaled
 from ..parallel import ParallelContext, ReplicatedLinear, counter_dropout, initialize_parameters, site_keys
 from .tasks import HeadKind
 
@@ -49,20 +50,22 @@ class FinetuneModel(nn.Module):
         if kind is not HeadKind.SPAN:
             self.pooler = pooler
         width = {HeadKind.CLASSIFICATION: num_outputs, HeadKind.CHOICE: 1, HeadKind.SPAN: 2}[kind]
-        self.head = ReplicatedLinear(config.hidden_size, width, context, config.initializer_std)
+        self.head = ReplicatedLinear(config.hidden_size, width, context, config.initializer_std, role="readout")
+        parametrize(self.head, config)
+        self.output_factor = config.scaling.output_factor
 
     def forward(
         self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor | None, sample_keys: Tensor | None = None
     ) -> Tensor:
         hidden = self.transformer(tokens, token_types, attention_mask, sample_keys)
         if self.kind is HeadKind.SPAN:
-            logits = _wide(self.head(hidden)).transpose(1, 2)  # [b, 2, s]
+            logits = _wide(self.head(scaled(hidden, self.output_factor))).transpose(1, 2)  # [b, 2, s]
             return logits if attention_mask is None else logits.masked_fill(~attention_mask[:, None], -torch.inf)
         pooled = self.pooler(hidden[:, 0]).tanh()
         if self.training and self.head_dropout > 0.0:
             keys = site_keys(sample_keys, self.dropout_site + 1)[-1]
             pooled = counter_dropout(pooled[:, None], self.head_dropout, keys)[:, 0]
-        logits = _wide(self.head(pooled))
+        logits = _wide(self.head(scaled(pooled, self.output_factor)))
         return logits.view(-1, self.num_outputs) if self.kind is HeadKind.CHOICE else logits
 
     def item_losses(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -44,6 +44,8 @@ class SelfAttention(nn.Module):
         self.causal = family_of(config.family).is_causal
         self.exact = config.attention == "exact"
         self.dropout = config.attention_dropout
+        factor = config.scaling.attention_factor
+        self.score_factor = None if factor == 1.0 else factor / math.sqrt(self.head_size)  # None: 1 / sqrt(d)
         self.rows_per_head: int | None = None  # by which the dropout mask counts the heads' rows; None: tokens
         self.recompute_core = config.recompute is Recompute.SELECTIVE
         padding = config.padded_width(context.tp_size) - hidden
@@ -77,11 +79,13 @@ class SelfAttention(nn.Module):
     def _sdpa_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         causal = self.causal and mask is None
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        options = {"dropout_p": dropout, "is_causal": causal, "scale": self.score_factor}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
 
     def _exact_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         s = q.shape[-2]
-        scores = q @ k.transpose(-1, -2) / math.sqrt(self.head_size)  # [b, n/p, s, s]
+        scores = q @ k.transpose(-1, -2)  # [b, n/p, s, s]
+        scores = scores / math.sqrt(self.head_size) if self.score_factor is None else scores * self.score_factor
         if self.causal and mask is None:
             mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
         if mask is not None:

@@ -5,6 +5,7 @@ from torch import nn
 from ..config import TransformerConfig
 from ..config.family import family_of, load
 from ..parallel import ParallelContext, initialize_parameters
+from .parametrization import parametrize
 from .transformer import Transformer
 
 DEFAULT_SEED = 1234  # of a model built without a context
@@ -27,6 +28,7 @@ class LanguageModel(nn.Module):
         self.compiles = False
         self.transformer = Transformer(config, self.context)
         self.add_heads()
+        parametrize(self, config)
         if context is None:
             initialize_parameters(self, DEFAULT_SEED, self.context, config.initializer)
 

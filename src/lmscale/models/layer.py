@@ -8,6 +8,7 @@ from ..parallel import LayerNorm, ParallelContext, counter_dropout
 from .attention import SelfAttention
 from .key_value_cache import KeyValueCache
 from .mlp import MLP
+from .parametrization import scaled
 
 DROPOUTS_OF_A_LAYER = 3  # attention probabilities, output of attention, output of MLP
 
@@ -37,6 +38,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: TransformerConfig, context: ParallelContext, index: int) -> None:
         super().__init__()
         self.context, self.dropout = context, config.hidden_dropout
+        self.residual_factor = config.scaling.residual_factor
         self.placement = config.placement.of_layer(index, config.num_layers)
         for sublayer, module in (("attention", SelfAttention(config, context, index)), ("mlp", MLP(config, context))):
             for name in self.placement.before + self.placement.after:
@@ -60,10 +62,10 @@ class TransformerLayer(nn.Module):
         core_key, attention_key, mlp_key = (None,) * DROPOUTS_OF_A_LAYER if keys is None else keys
 
         def attend(x: Tensor) -> Tensor:
-            return self._drop(self.attention(x, mask, core_key, cache), attention_key)
+            return scaled(self._drop(self.attention(x, mask, core_key, cache), attention_key), self.residual_factor)
 
         def transform(x: Tensor) -> Tensor:
-            return self._drop(self.mlp(x), mlp_key)
+            return scaled(self._drop(self.mlp(x), mlp_key), self.residual_factor)
 
         return self.placement.layer(x, attend, transform, self._norms("attention"), self._norms("mlp"))
 

@@ -65,7 +65,7 @@ class NormPlacement(ABC):
     def residual_std(self, config: Any) -> float:
         """Initial standard deviation of the last matrix of a sublayer, scaled by 1/sqrt(2 L) (section 4.2)."""
         std = config.initializer_std
-        return std / math.sqrt(2 * config.num_layers) if config.scale_residual_init else std
+        return std / math.sqrt(2 * config.scaling.residual_layers) if config.scale_residual_init else std
 
     def value_gain(self, config: Any) -> float:
         """Factor on the initial standard deviation of the values' projection and of the MLP's first matrix."""

@@ -63,7 +63,7 @@ class Transformer(nn.Module):
         self.config, self.context, self.uses_cuda_graphs = config, context, False
         self.placement = config.placement  # torch.compile cannot trace how the config finds it
         self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
-        table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel}
+        table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel, "role": "embedding"}
         self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
         family = family_of(config.family)
         self.is_causal = family.is_causal

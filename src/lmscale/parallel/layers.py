@@ -124,7 +124,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.context = context
         shape = (padded_vocab_size, hidden_size)
-        self.weight = parameter(context, shape, shard_dim=0, init="normal", std=init_std, used_rows=vocab_size)
+        drawn = {"init": "normal", "std": init_std, "used_rows": vocab_size}
+        self.weight = parameter(context, shape, shard_dim=0, role="embedding", **drawn)
 
     def forward(self, tokens: Tensor) -> Tensor:
         ids, elsewhere = self.context.local_ids(in_rank_order(tokens, self.context), len(self.weight))

@@ -22,9 +22,11 @@ class ReplicatedLinear(nn.Module):
 
     extra_repr = describe_parameters
 
-    def __init__(self, in_features: int, out_features: int, context: ParallelContext, init_std: float) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, context: ParallelContext, init_std: float, role: str = "hidden"
+    ) -> None:
         super().__init__()
-        self.weight = parameter(context, (out_features, in_features), init="normal", std=init_std)
+        self.weight = parameter(context, (out_features, in_features), init="normal", std=init_std, role=role)
         self.bias = parameter(context, (out_features,))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -23,6 +23,9 @@ class ShardSpec:
             equal: weights of dummy heads. They are zero, like their gradients, and in no checkpoint.
         grad_is_partial: a replicated parameter that each tensor rank uses only on its own tokens (sequence
             parallelism), so its gradient must be added over the tensor ranks.
+        role: of a matrix in its model, see `models/parametrization.py`: `hidden`, `embedding` or `readout`.
+        rate_factor: factor of the learning rate; that of the weight decay is its inverse.
+        eps_factor: factor of AdamW's eps.
     """
 
     full_shape: tuple[int, ...]
@@ -33,6 +36,9 @@ class ShardSpec:
     grad_is_partial: bool = False
     row_gains: tuple[tuple[int, float], ...] = ()
     padding: int = 0
+    role: str = "hidden"
+    rate_factor: float = 1.0
+    eps_factor: float = 1.0
 
     @property
     def replicated(self) -> bool:
@@ -50,12 +56,13 @@ def parameter(
     used_rows: int | None = None,
     grad_is_partial: bool = False,
     padding: int = 0,
+    role: str = "hidden",
 ) -> nn.Parameter:
     """An uninitialized parameter of this rank's shape, with the current default device and dtype.
 
     Args:
         full_shape: shape of the logical tensor.
-        shard_dim, init, std, used_rows, grad_is_partial, padding: see `ShardSpec`.
+        shard_dim, init, std, used_rows, grad_is_partial, padding, role: see `ShardSpec`.
 
     Raises:
         ValueError: `tp_size` does not divide the sharded dimension with its padding.
@@ -64,7 +71,8 @@ def parameter(
     if shard_dim is not None:
         shape[shard_dim] = context.shard(shape[shard_dim] + padding)
     param = nn.Parameter(torch.empty(shape))
-    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial, padding=padding)
+    spec = {"padding": padding, "role": role}
+    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial, **spec)
     return param
 
 

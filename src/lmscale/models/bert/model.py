@@ -16,6 +16,7 @@ from ...parallel import (
     vocab_parallel_logits,
 )
 from ..language_model import LanguageModel
+from ..parametrization import scaled
 
 
 class MaskedLanguageModelHead(nn.Module):
@@ -34,7 +35,7 @@ class MaskedLanguageModelHead(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.config, self.context, self.output_factor = config, context, config.scaling.output_factor
         self.dense = ReplicatedLinear(config.hidden_size, config.hidden_size, context, config.initializer_std)
         self.norm = LayerNorm(config.hidden_size, config.norm_eps, context, grad_is_partial=False)
         self.bias = parameter(context, (config.padded_vocab_size,), shard_dim=0)
@@ -46,7 +47,7 @@ class MaskedLanguageModelHead(nn.Module):
     def transform(self, hidden: Tensor) -> Tensor:
         """The head before the output projection, [..., h] to [..., h]."""
         approximation = "tanh" if self.config.gelu_form == "tanh" else "none"
-        return self.norm(F.gelu(self.dense(hidden), approximate=approximation))
+        return scaled(self.norm(F.gelu(self.dense(hidden), approximate=approximation)), self.output_factor)
 
     def sum_losses(self, rows: Tensor, word_embedding: Tensor, labels: Tensor, compiles: bool) -> Tensor:
         """Sum of the losses in nats; rows [n, h], labels int64 [n]; communicates as `linear_cross_entropy` does."""
@@ -78,7 +79,7 @@ class BERT(LanguageModel):
         hidden, std = self.config.hidden_size, self.config.initializer_std
         self.pooler = ReplicatedLinear(hidden, hidden, self.context, std)
         self.lm_head = MaskedLanguageModelHead(self.config, self.context)
-        self.order_head = ReplicatedLinear(hidden, 2, self.context, std)
+        self.order_head = ReplicatedLinear(hidden, 2, self.context, std, role="readout")
 
     def forward(
         self,
@@ -93,7 +94,7 @@ class BERT(LanguageModel):
             token_types = torch.zeros_like(tokens)
         hidden = self.transformer(tokens, token_types, attention_mask, sample_keys)
         first = hidden[:, 0].contiguous()  # a view would keep all of `hidden` for the backward pass
-        order_logits = self.order_head(self.pooler(first).tanh())
+        order_logits = self.order_head(scaled(self.pooler(first).tanh(), self.config.scaling.output_factor))
         if labels is None:
             return self.logits(hidden), order_logits
         if scored is None:

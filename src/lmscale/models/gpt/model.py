@@ -6,6 +6,7 @@ from torch import Tensor
 from ...parallel import linear_cross_entropy, vocab_parallel_logits
 from ..key_value_cache import KeyValueCache
 from ..language_model import LanguageModel
+from ..parametrization import scaled
 
 
 class GPT(LanguageModel):
@@ -33,12 +34,14 @@ class GPT(LanguageModel):
         hidden = self.transformer(tokens, attention_mask=attention_mask, sample_keys=sample_keys)
         if labels is None:
             return self.logits(hidden)
-        rows, labels, weight = hidden.flatten(0, 1), labels.flatten(), self.transformer.word_embedding.weight
+        rows = scaled(hidden.flatten(0, 1), self.config.scaling.output_factor)
+        labels, weight = labels.flatten(), self.transformer.word_embedding.weight
         return linear_cross_entropy(rows, weight, None, labels, self.config.vocab_size, self.context, self.compiles)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every word, [..., h] to [..., v/p]."""
         weight = self.transformer.word_embedding.weight
+        hidden = scaled(hidden, self.config.scaling.output_factor)
         return vocab_parallel_logits(hidden, weight, None, self.config.vocab_size, self.context)
 
     def next_token_logits(self, tokens: Tensor, counts: Tensor, cache: KeyValueCache) -> Tensor:

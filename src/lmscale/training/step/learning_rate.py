@@ -24,7 +24,7 @@ class UpdateSchedule(LRScheduler):
     def get_lr(self) -> list[float]:
         """The rate for each parameter group."""
         lr = learning_rate_of_update(self.optimizer.counters.known.num_updates + 1, self.schedule, self.peak)
-        return [lr] * len(self.optimizer.param_groups)
+        return [lr * group["rate_factor"] for group in self.optimizer.param_groups]
 
     def step(self, epoch: int | None = None) -> None:
         """Set the rate of the next update."""

@@ -77,12 +77,21 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         self.max_grad_norm = config.max_grad_norm
         betas = (config.beta1, config.beta2)
         self.counters = DeviceCounters(precision, betas, self.device)
+        groups: dict[tuple[bool, float, float], list[Tensor]] = {(True, 1.0, 1.0): [], (False, 1.0, 1.0): []}
+        for master in self.masters:
+            key = master.ndim > 1, master.shard.rate_factor, master.shard.eps_factor
+            groups.setdefault(key, []).append(master)
         super().__init__(
             [
-                {"params": [m for m in self.masters if m.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [m for m in self.masters if m.ndim <= 1], "weight_decay": 0.0},
+                {
+                    "params": masters,
+                    "weight_decay": config.weight_decay / rate_factor if decays else 0.0,
+                    "rate_factor": rate_factor,
+                    "eps": config.eps * eps_factor,
+                }
+                for (decays, rate_factor, eps_factor), masters in groups.items()
             ],
-            {"lr": config.lr, "betas": betas, "eps": config.eps},
+            {"lr": config.lr, "betas": betas},
         )
         for name, master in zip(self.names, self.masters, strict=True):
             self.state[master] = {kind: torch.zeros_like(master, dtype=moments_dtype) for kind in MOMENTS}

@@ -130,7 +130,7 @@ class TrainingModule(L.LightningModule, ABC):
         optimizer.reduce_gradients()
         optimizer.counters.read()  # of the last step, which has long ended on the device
         self.lr_schedulers().step()
-        (self.step_lr,) = {group["lr"] for group in optimizer.param_groups}
+        self.step_lr = optimizer.param_groups[0]["lr"]  # the matrices' whose rate has no factor
         self.progress("optimizer")
         return self.step_terms.sum()
 
