@@ -197,6 +197,10 @@ class ModelConfig(Checked):
         """Dropout of the embedding sum: `embedding_dropout`, or `hidden_dropout` if that is None."""
         return self.hidden_dropout if self.embedding_dropout is None else self.embedding_dropout
 
+    def as_standard(self) -> "ModelConfig":
+        """This architecture with the standard parametrization."""
+        return dataclasses.replace(self, parametrization="standard", **dict.fromkeys(BASES))
+
     def padded_heads(self, tp_size: int) -> int:
         """Heads that `tp_size` ranks compute together: n rounded up to a multiple; those beyond n are dummies."""
         return -(-self.num_attention_heads // tp_size) * tp_size

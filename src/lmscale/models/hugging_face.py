@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..config import TransformerConfig
 from ..config.family import BUILT_IN, family_of, load
+from .parametrization import scaled
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class HuggingFaceModel:
         embeddings: prefixes of their other embeddings.
         embed: function of (model, tokens, token types or None, positions): their embeddings.
         final_norm: their LayerNorm after the layers, or None.
+        readouts: our prefixes of what takes the output factor of a parametrization in its place.
         masks_layers: their layers are given the causal mask.
         heads: outputs compared besides the logits.
         head, head_by_row: prefixes of the output projection: whole tensors, and those with one row per token id.
@@ -128,6 +130,7 @@ class HuggingFaceModel:
     head: tuple[str, ...]
     head_by_row: str
     score: Callable[[nn.Module, Tensor], Tensor]
+    readouts: tuple[str, ...]
     masks_layers: bool = False
     heads: tuple[ComparedHead, ...] = ()
     new_heads: tuple[str, ...] = ()
@@ -141,6 +144,19 @@ class HuggingFaceModel:
                 for row in self.layer
             ]
         return sorted(rows, key=lambda row: row.ours)
+
+    def fold(self, name: str, ours: Tensor, config: TransformerConfig) -> Tensor:
+        """Our tensor with the multipliers of `model.parametrization`, which theirs does not have, in its values.
+
+        The model of `config.as_standard()` with all tensors folded computes the same.
+        """
+        rules = config.scaling
+        if ".attention.qkv." in name and rules.attention_factor != 1.0:
+            ours = ours.clone()
+            _one_of_qkv(0, ours, config).mul_(rules.attention_factor)
+        if ".attention.output." in name or ".mlp.down." in name:
+            return scaled(ours, rules.residual_factor)
+        return scaled(ours, rules.output_factor) if name.startswith(self.readouts) else ours
 
     def full_name(self, name: str) -> str:
         """A file's tensor name as in the model with heads: with the prefix, and with current LayerNorm names."""

@@ -83,6 +83,7 @@ _model = partial(
     head=("cls.predictions.transform",),
     head_by_row="cls.predictions.decoder",
     score=lambda model, hidden: model.cls.predictions(hidden),
+    readouts=("lm_head.norm.", "order_head.weight"),
 )
 POST_NORM = _model(
     model_type="bert",

@@ -62,6 +62,7 @@ GPT2 = HuggingFaceModel(
     head=(),
     head_by_row="lm_head",
     score=lambda model, hidden: model.lm_head(hidden),
+    readouts=("transformer.final_norm.",),
     masks_layers=True,  # GPT-2's model makes the causal mask, not its layers
 )
 MODELS = (GPT2,)
