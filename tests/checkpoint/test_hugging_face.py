@@ -41,9 +41,13 @@ AUTO = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_written_model_loads_with_the_auto_classes_and_gives_our_logits(tmp_path, name: str) -> None:
-    config = family_config(name)
+BASES = {"base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
+MULTIPLIED = {name: BASES | {"parametrization": "mup" if name == BERT else "completep"} for name in FAMILIES}
+
+
+@pytest.mark.parametrize("name, changes", [*((name, {}) for name in FAMILIES), *MULTIPLIED.items()])
+def test_the_written_model_loads_with_the_auto_classes_and_gives_our_logits(tmp_path, name: str, changes: dict) -> None:
+    config = family_config(name, **changes)
     source, _ = save_random(tmp_path / "source", config)
     target = export_hugging_face(source, tmp_path / "target")
     theirs, report = AUTO[name].from_pretrained(target, output_loading_info=True)

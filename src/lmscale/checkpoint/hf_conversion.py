@@ -44,8 +44,8 @@ def export_hugging_face(
     Raises:
         ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
     """
-    path, metadata, config = open_source(source)
-    model = model_of(config)
+    path, metadata, own_config = open_source(source)
+    model, config = model_of(own_config), own_config.as_standard()
     files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
     dtype_name = str(dtype).removeprefix("torch.")
     published = config_to_hf(config, dtype_name, model.token_ids(files.ids if files else None, config))
@@ -59,7 +59,7 @@ def export_hugging_face(
         on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
         shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
     check_target(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
-    with CheckpointReader(path) as reader, atomic_folder(target) as folder:
+    with _FoldedReader(path, own_config) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
         if files is not None:
@@ -69,6 +69,18 @@ def export_hugging_face(
         card = model_card(metadata, config, model.model_class, dtype_name, Path(target).name)
         (folder / CARD).write_text(card, encoding="utf-8")
     return Path(target)
+
+
+class _FoldedReader(CheckpointReader):
+    """Reads weights with the multipliers of their parametrization in them, which transformers does not have."""
+
+    def __init__(self, path: Path, config: TransformerConfig) -> None:
+        super().__init__(path)
+        self.config, self.fold = config, model_of(config).fold
+
+    def read(self, key: str) -> Tensor:
+        """Read a full logical tensor; what is read by rows has no multiplier."""
+        return self.fold(key.removeprefix("model/"), super().read(key), self.config)
 
 
 def _read_theirs(
