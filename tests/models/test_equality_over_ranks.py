@@ -27,6 +27,7 @@ RANDOMNESS = [
     {"attention": "exact", "hidden_dropout": 0.2, "attention_dropout": 0.2},
 ]
 ALL = list(itertools.product(ARCHITECTURES, NORM_ORDERS, RECOMPUTES, range(len(RANDOMNESS))))
+COMPLETEP_BASE = {"base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
 # Every two choices meet in one of these nine.
 PAIRS = [
     (ARCHITECTURES[i % 2], NORM_ORDERS[i // 2 % 2], recompute, randomness)
@@ -35,15 +36,24 @@ PAIRS = [
 
 
 def make_configs(choices: list[tuple]) -> list[TransformerConfig]:
-    return [
-        small_config(architecture, norm_order=norm_order, recompute=recompute, max_position_embeddings=12, **changes)
-        for architecture, norm_order, recompute, randomness in choices
-        for changes in [RANDOMNESS[randomness]]
-    ] + [
-        # 50 ids in 104 rows: the last rank, or the last two of four, hold only padding
-        small_config(architecture, vocab_size=50, vocab_multiple=104, max_position_embeddings=12)
-        for architecture in ARCHITECTURES
-    ]
+    return (
+        [
+            small_config(
+                architecture, norm_order=norm_order, recompute=recompute, max_position_embeddings=12, **changes
+            )
+            for architecture, norm_order, recompute, randomness in choices
+            for changes in [RANDOMNESS[randomness]]
+        ]
+        + [
+            # 50 ids in 104 rows: the last rank, or the last two of four, hold only padding
+            small_config(architecture, vocab_size=50, vocab_multiple=104, max_position_embeddings=12)
+            for architecture in ARCHITECTURES
+        ]
+        + [
+            small_config(architecture, parametrization="completep", **COMPLETEP_BASE, max_position_embeddings=12)
+            for architecture in ARCHITECTURES
+        ]
+    )
 
 
 def _replicated_gradients(
