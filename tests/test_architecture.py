@@ -59,6 +59,8 @@ def test_every_recipe_names_files_that_exist_and_a_test_that_exists() -> None:
         "A key",
         "A model family",
         "A norm placement",
+        "A parametrization",
+        "An optimizer, a callback, a loss term",
         "A finetuning task",
         "A dataset",
         "A figure",
