@@ -144,8 +144,9 @@ class ParallelConfig(LayoutOptions):
             refuse("parallel.record", "null outside src/train.py", self.record)
 
     def layout(self, **sizes: int) -> Layout:
-        """The grid of these sizes, with the requested options."""
-        return Layout(**sizes, **{each.name: getattr(self, each.name) for each in fields(LayoutOptions)})
+        """The grid of these sizes, with all else as requested; a size that is `auto` must be given."""
+        requested = {each.name: getattr(self, each.name) for each in fields(Layout)}
+        return Layout(**requested | sizes)
 
 
 @dataclass(frozen=True)
