@@ -212,11 +212,15 @@ def measure(case: Case, context: ParallelContext) -> int:
     return tracked.peak
 
 
-def _gpu_attention(q: Tensor, k: Tensor, v: Tensor, attn_mask: None, dropout_p: float, is_causal: bool) -> Tensor:
+def _gpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: None, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
     """scaled_dot_product_attention as on a GPU: flash for half types, the memory-efficient kernel for fp32."""
     if q.dtype == torch.float32:
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal)[0]
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        kernel, options = torch.ops.aten._scaled_dot_product_efficient_attention, (None, True)
+    else:
+        kernel, options = torch.ops.aten._scaled_dot_product_flash_attention, ()
+    return kernel(q, k, v, *options, dropout_p, is_causal, scale=scale)[0]
 
 
 @contextmanager

@@ -159,17 +159,26 @@ def _cpu_generator(base: type) -> type:
     return Generator
 
 
-def _attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False) -> Any:
+def _attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Any:
     """torch's choice on a GPU without cuDNN's kernel: flash for half types without a mask, else memory-efficient."""
     import torch
 
     if attn_mask is None and q.dtype.itemsize == 2:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     bias = attn_mask
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, float("-inf"))
         bias = bias.expand(*q.shape[:-1], k.shape[-2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(q, k, v, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def _install_in_triton() -> None:
