@@ -10,6 +10,7 @@ import torch
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, check_model, list_checkpoints, read_metadata
+from lmscale.config import TransformerConfig
 from lmscale.data.sampler import GlobalBatchSampler
 from lmscale.training.checkpoints import sharded_strategy
 from lmscale.training.checkpoints.resuming import find_checkpoint
@@ -125,6 +126,18 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
     assert "num_layers is 3 here and 2 there" in message
     assert "norm_order is 'post' here and 'pre' there" in message
     assert "hidden_dropout" not in message  # may change on resume
+
+
+def test_a_checkpoint_of_a_version_with_fewer_keys_is_of_the_model_with_their_defaults(finished) -> None:
+    metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
+    defaults = {each.name: each.default for each in dataclasses.fields(TransformerConfig)}
+    old = {key: value for key, value in metadata.model.items() if value != defaults.get(key, dataclasses.MISSING)}
+    assert {"parametrization", "base_num_layers", "norm_order"} & set(old) == set()
+    check_model(dataclasses.replace(metadata, model=old), metadata.model, "step_6.ckpt")
+    with pytest.raises(CheckpointError, match="parametrization is 'mup' here and 'standard' there"):
+        check_model(
+            dataclasses.replace(metadata, model=old), metadata.model | {"parametrization": "mup"}, "step_6.ckpt"
+        )
 
 
 def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:

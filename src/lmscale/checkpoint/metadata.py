@@ -244,12 +244,13 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
 
 
 def _effective(model: dict[str, Any]) -> dict[str, Any]:
-    """Fill in defaults, so that null and the default value compare equal."""
+    """Fill in defaults: null compares equal to the value it stands for, and so does a key that a version lacked."""
     try:
         config = TransformerConfig.from_dict(model)
     except (TypeError, ValueError):  # written by a version with other keys: compare as is
         return model
-    return model | {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
+    chosen = {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
+    return config.to_dict() | chosen
 
 
 def _parse(values: dict[str, Any]) -> CheckpointMetadata:
