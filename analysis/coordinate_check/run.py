@@ -3,7 +3,8 @@
 A parametrization that transfers moves every activation equally far at every size (Yang et al. 2022, appendix D.1). The
 model is trained a few steps on one batch of random tokens, at several widths and at several depths, with the heads and
 the base sizes of the configuration. For each part the mean of |x after - x before| is fitted by a power of the size.
-The check passes if no power is further from 0 than `--bound`.
+The check passes if no power is further from 0 than `--bound`. Of the configuration only `model` and `optimizer` are
+used.
 
 python analysis/coordinate_check/run.py model=gpt_tiny model.parametrization=completep
 python analysis/coordinate_check/run.py --widths 128 256 512 --depths 2 4 8 --output mine.png model=bert_tiny \
@@ -25,12 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import numpy as np
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 import lmscale.cli.conf_files  # noqa: F401  # the resolver that conf/train.yaml uses
 from analysis.report.records import ANALYSIS
 from analysis.report.style import house_style, page_figure
+from lmscale.cli.errors import exit_with
 from lmscale.config import TransformerConfig
 from lmscale.config.family import load
 from lmscale.config.pretrain import RunConfig
@@ -50,18 +54,13 @@ def read_config(overrides: list[str]) -> RunConfig:
     return RunConfig.from_dict(values | {"run_dir": "unused"})
 
 
-def at_base(config: RunConfig, hidden_size: int, num_layers: int) -> TransformerConfig:
-    """The configured model at another width and depth, with heads of the same size and without dropout."""
-    model = config.model
-    bases = {
-        "base_hidden_size": model.hidden_size,
-        "base_num_layers": model.num_layers,
-        "base_head_size": model.head_size,
-    }
-    if model.parametrization == "standard":
-        bases = {}
-    else:
-        bases = {name: getattr(model, name) or value for name, value in bases.items()}
+def resized(config: RunConfig, hidden_size: int, num_layers: int) -> TransformerConfig:
+    """The configured model at a different width and depth, with heads of the same size and without dropout."""
+    model, bases = config.model, {}
+    if model.parametrization != "standard":
+        bases["base_hidden_size"] = model.base_hidden_size or model.hidden_size
+        bases["base_num_layers"] = model.base_num_layers or model.num_layers
+        bases["base_head_size"] = model.base_head_size or model.head_size
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers}
     sizes["num_attention_heads"] = hidden_size // model.head_size
     off = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.0)
@@ -127,7 +126,7 @@ def check(config: RunConfig, widths: list[int], depths: list[int], seeds: int, s
     for axis, sizes in grid.items():
         by_size = []
         for size in sizes:
-            runs = [moves(at_base(config, *size), config.optimizer, s, steps, readout_steps) for s in range(seeds)]
+            runs = [moves(resized(config, *size), config.optimizer, s, steps, readout_steps) for s in range(seeds)]
             by_size.append({name: float(np.mean([run[name] for run in runs])) for name in runs[0]})
         lengths = [size[axis == "depth"] for size in sizes]
         for name in by_size[0] if by_size else ():
@@ -152,20 +151,45 @@ def draw(rows: list[dict], bound: float, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+    return number
+
+
 def main() -> None:
     """Measure, print the table, draw it; exit code 1 if a part fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="*", default=[64, 128, 256, 512], help="hidden sizes")
-    parser.add_argument("--depths", type=int, nargs="*", default=[2, 4, 8, 16], help="numbers of layers")
-    parser.add_argument("--steps", type=int, default=10, help="training steps before the comparison")
-    parser.add_argument("--readout-steps", type=int, default=30, help="the same for the logits, which settle later")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--widths", type=_positive, nargs="*", default=[64, 128, 256, 512], help="hidden sizes")
+    parser.add_argument(
+        "--depths",
+        type=_positive,
+        nargs="*",
+        help="numbers of layers; by default 2 4 8 16, with mup none: it has no depth rule",
+    )
+    parser.add_argument("--steps", type=_positive, default=10, help="training steps before the comparison")
+    parser.add_argument(
+        "--readout-steps", type=_positive, default=30, help="the same for the logits, which settle later"
+    )
+    parser.add_argument("--seeds", type=_positive, default=3)
     parser.add_argument("--bound", type=float, default=0.3, help="largest power of the size that passes")
     parser.add_argument(
         "--output", type=Path, default=Path("coordinate_check.png"), help="figure; the record is beside it"
     )
     own, overrides = parser.parse_known_args()
-    config = read_config(overrides)
+    try:
+        config = read_config(overrides)
+        if own.depths is None:
+            own.depths = [] if config.model.parametrization == "mup" else [2, 4, 8, 16]
+        for name, sizes in (("--widths", own.widths), ("--depths", own.depths)):
+            if len(set(sizes)) == 1:
+                raise ValueError(f"`{name}` must have at least two sizes or none, but has {sizes[0]}")
+        if not own.widths and not own.depths:
+            raise ValueError("`--widths` or `--depths` must have sizes, but both have none")
+        for width in own.widths:
+            resized(config, width, config.model.num_layers)
+    except (ValueError, HydraException, OmegaConfBaseException) as error:
+        exit_with(error)
     rows = check(config, own.widths, own.depths, own.seeds, own.steps, own.readout_steps)
     failed = [row for row in rows if abs(row["power"]) > own.bound]
     for row in rows:

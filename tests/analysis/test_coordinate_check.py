@@ -56,3 +56,20 @@ def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_pat
         assert ended.value.code == code
         assert (tmp_path / "c.png").stat().st_size > 10_000
         assert len(json.loads((tmp_path / "c.json").read_text())["rows"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--widths", "100", "128"], "`hidden_size` must be a multiple of `num_attention_heads` (6), but is 100"),
+        (["--widths", "64"], "`--widths` must have at least two sizes or none, but has 64"),
+        (["--widths", "--depths"], "`--widths` or `--depths` must have sizes, but both have none"),
+        (["model.parametrization=mu"], "`model.parametrization` must be one of standard, mup, completep"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, words: list[str], message: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *SMALL, *words])
+    with pytest.raises(SystemExit) as ended:
+        coordinate_check.main()
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and line.startswith(f"error: {message}") and line.count("\n") == 1
