@@ -38,17 +38,17 @@ class World:
     num_cores: int | None = None
     address: tuple[str, int] = ("", 0)
 
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return self.size // self.local_size
-
     def __post_init__(self) -> None:
         torchrun = self.launcher != "srun"
         names = ("RANK", "WORLD_SIZE") if torchrun else ("SLURM_PROCID", "SLURM_NTASKS")
         _require_below(*names, self.rank, self.size)
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if torchrun else ("SLURM_LOCALID", "--ntasks-per-node")
         _require_below(*names, self.local_rank, self.local_size)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts."""
+        return self.size // self.local_size
 
 
 def world_from_outside() -> World | None:

@@ -14,7 +14,7 @@ from ..config.family import CorpusForm
 from .bert_index import usable_documents
 from .indexed_dataset import IndexedDataset
 from .prepared import CorpusPart
-from .tokenizer import Tokenizer, load_published, read_tokenizer, write_tokenizer
+from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer, write_tokenizer
 
 MANIFEST, MANIFEST_FORMAT = "manifest.json", 1  # of a folder of prepare_data.py
 TOKENIZER = "tokenizer.json"
@@ -61,7 +61,7 @@ class IndexedCorpus:
         folders = [path for held in self.sources.values() for path in held.folders]
         found = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
         where = ", ".join(str(folder / TOKENIZER) for folder in found)
-        named = load_published(config, self.form) if config.kind != "trained" else None
+        named = load_published_tokenizer(config, self.form.name) if config.kind != "trained" else None
         if named is not None:
             found.setdefault(cache / "tokenizers" / named.fingerprint[:24], named)
         if not found:

@@ -164,10 +164,7 @@ class TextCorpus:
                 f"`tokenizer.vocab_size` is {self.requested_size:,}, but the corpus has only {vocab_size:,} "
                 "different pieces, which the tokenizer has"
             )
-        every, there = (
-            self.data.validation_every,
-            sum(manifest[split]["documents"] for split in ("train", "validation")),
-        )
+        every, there = self.data.validation_every, manifest["train"]["documents"] + manifest["validation"]["documents"]
         if "validation" not in self.sources and every > there:
             notes.append(
                 f"`data.validation_every` is {every:,}, but the corpus has {there:,} documents: "

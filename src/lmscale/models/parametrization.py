@@ -27,8 +27,6 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-EMBEDDING, HIDDEN, READOUT, VECTOR = "embedding", "hidden", "readout", "vector"
-
 
 class Standard:
     """The paper's: nothing depends on the size.
@@ -79,11 +77,11 @@ class MuP(Standard):
 
     def std_factor(self, role: str) -> float:
         """1 / sqrt(N) of a hidden matrix."""
-        return 1.0 / math.sqrt(self.width) if role == HIDDEN else 1.0
+        return 1.0 / math.sqrt(self.width) if role == "hidden" else 1.0
 
     def rate_factor(self, role: str) -> float:
         """1 / N of a hidden matrix."""
-        return 1.0 / self.width if role == HIDDEN else 1.0
+        return 1.0 / self.width if role == "hidden" else 1.0
 
     def eps_factor(self, inside: bool) -> float:
         """1 / N."""
@@ -122,7 +120,7 @@ def parametrize(module: Any, config: Any) -> None:
     rules = config.scaling
     for name, parameter in module.named_parameters():
         spec = parameter.shard
-        role = VECTOR if parameter.ndim == 1 else spec.role
+        role = "vector" if parameter.ndim == 1 else spec.role
         parameter.shard = dataclasses.replace(
             spec,
             std=spec.std * rules.std_factor(role),

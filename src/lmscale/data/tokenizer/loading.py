@@ -34,7 +34,7 @@ def load_tokenizer(
         OSError: the cache cannot be written.
     """
     if config.kind != "trained":
-        return load_published(config, form)
+        return load_published_tokenizer(config, form.name)
     size = config.vocab_size or min(model_vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
     facts = (TRAINING_VERSION, form.name, size, corpus_fingerprint, tokenizers.__version__)
     name = f"{form.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}.json"
@@ -46,21 +46,15 @@ def load_tokenizer(
 
 
 def load_published_tokenizer(config: TokenizerConfig, architecture: str | None = None) -> Tokenizer:
-    """`load_published` for a family by name; None: any that the tokenizer suits."""
-    form = corpus_forms()[config.kind] if architecture is None else family_of(architecture).corpus
-    return load_published(config, form)
-
-
-def load_published(config: TokenizerConfig, form: CorpusForm) -> Tokenizer:
     """Load GPT-2's or BERT's published tokenizer from local files or the hub.
 
     Args:
-        form: of the model that it must suit.
+        architecture: the family that it must suit; None: any.
 
     Raises:
         ValueError: files are missing or unreadable, the kind does not suit the model, or the hub is unreachable.
     """
-    _check(config, form)
+    check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
     inner = read_published(config)
     # A published tokenizer.json may truncate or pad to one model's length; documents must stay whole.
     inner.no_truncation()
@@ -76,11 +70,7 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
         ValueError: a published tokenizer is of a different architecture or its path is missing, or the size is too
             small for all bytes.
     """
-    _check(config, family_of(architecture).corpus)
-
-
-def _check(config: TokenizerConfig, form: CorpusForm) -> None:
-    size = config.vocab_size
+    size, form = config.vocab_size, family_of(architecture).corpus
     if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
         raise ValueError(too_small("tokenizer.vocab_size", size))
     if config.kind != "trained" and config.kind != form.tokenizer:

@@ -21,6 +21,7 @@ from ...checkpoint import (
     read_metadata,
     set_aside,
 )
+from ...checkpoint.metadata import latest_checkpoint
 from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
@@ -78,9 +79,7 @@ def find_checkpoint(run: RunConfig) -> str | None:
         if own and newest is None:
             raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1], with_files=True)}")
         return newest and str(newest)
-    absolute = Path(path).absolute()
-    found = list_checkpoints(absolute / CHECKPOINTS) or list_checkpoints(absolute)
-    chosen = found[-1] if found else absolute
+    chosen = latest_checkpoint(Path(path).absolute())
     metadata = read_metadata(chosen)
     check_files(chosen, metadata)
     step = 0 if run.resume.weights_only else metadata.step

@@ -20,7 +20,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
     Parameters of half types have an fp32 master; fp32 and fp64 parameters are their own masters. Gradients are added,
     in fp32 for half types, in a `GradientBuffer`, or by autograd if `needs_buffer` is false. With `context.zero1` a
     data rank has masters and moments only of the parameters it owns. Weight decay applies to matrices and embeddings,
-    not to biases and LayerNorms (section 4.2), which are the parameters of one dimension. If a gradient is not finite
+    not to biases and LayerNorms (section 4.2), which are the parameters of one dimension. Rates, decay and eps have the
+    factors of `ShardSpec`. If a gradient is not finite
     on any rank, all ranks skip the step: weights and moments stay, `Counters.num_skipped` increases.
 
     Norm, overflow, clipping, loss scale and counters stay on the device: `step` has no host synchronization.
@@ -77,6 +78,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         self.max_grad_norm = config.max_grad_norm
         betas = (config.beta1, config.beta2)
         self.counters = DeviceCounters(precision, betas, self.device)
+        # A data rank may own no parameter, but torch wants a group; these two are those of `standard`.
         groups: dict[tuple[bool, float, float], list[Tensor]] = {(True, 1.0, 1.0): [], (False, 1.0, 1.0): []}
         for master in self.masters:
             key = master.ndim > 1, master.shard.rate_factor, master.shard.eps_factor

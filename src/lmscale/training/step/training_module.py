@@ -130,7 +130,7 @@ class TrainingModule(L.LightningModule, ABC):
         optimizer.reduce_gradients()
         optimizer.counters.read()  # of the last step, which has long ended on the device
         self.lr_schedulers().step()
-        self.step_lr = optimizer.param_groups[0]["lr"]  # the matrices' whose rate has no factor
+        self.step_lr = optimizer.param_groups[0]["lr"]  # the scheduled rate: this group's factor is 1
         self.progress("optimizer")
         return self.step_terms.sum()
 
