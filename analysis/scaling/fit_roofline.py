@@ -8,15 +8,13 @@ passes are those of its own software, given below. conf/cluster has the constant
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
-
-import numpy as np
-from scipy import optimize
 
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
@@ -233,15 +231,22 @@ def miss(run: Run, constants: dict[str, float]) -> float:
 
 
 def fit(role: str = "fit") -> dict[str, float]:
-    """The constants inside their ranges that miss the runs of `role` by the least squares."""
+    """The constants inside their ranges that miss the runs of `role` by the least squares, by shrinking grids."""
     runs = [run for run in RUNS if run.role == role]
-    low, high = np.array([entry[1:3] for entry in CONSTANTS.values()]).T
-
-    def misses(values: np.ndarray) -> list[float]:
-        return [miss(run, dict(zip(CONSTANTS, values.tolist(), strict=True))) for run in runs]
-
-    found = optimize.least_squares(misses, (low + high) / 2, bounds=(low, high), xtol=1e-9, ftol=1e-12)
-    return dict(zip(CONSTANTS, found.x.tolist(), strict=True))
+    low, high = ([entry[i] for entry in CONSTANTS.values()] for i in (1, 2))
+    centre, radius = (
+        [(a + b) / 2 for a, b in zip(low, high, strict=True)],
+        [(b - a) / 2 for a, b in zip(low, high, strict=True)],
+    )
+    for _ in range(14):
+        axes = [
+            sorted({min(max(c + step * r, a), b) for step in (-1, 0, 1)})
+            for c, r, a, b in zip(centre, radius, low, high, strict=True)
+        ]
+        points = [dict(zip(CONSTANTS, point, strict=True)) for point in itertools.product(*axes)]
+        best = min(points, key=lambda point: sum(miss(run, point) ** 2 for run in runs))
+        centre, radius = list(best.values()), [r * 0.62 for r in radius]
+    return dict(zip(CONSTANTS, centre, strict=True))
 
 
 def measure(constants: dict[str, float]) -> dict[str, dict]:
