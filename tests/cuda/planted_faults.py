@@ -24,13 +24,6 @@ def planted(fault: str | None) -> Iterator[None]:
         yield
 
 
-def unwrapped_first_row() -> Callable[..., Any]:
-    """The first row's product goes beyond int32, which Triton refuses on every rank but the first."""
-    from lmscale.parallel.rng import _GOLDEN
-
-    return lambda keys, first_row: keys + first_row * _GOLDEN
-
-
 def columns_from_four() -> Callable[..., Any]:
     """A mask whose first column's product goes beyond int32."""
     import torch
@@ -87,7 +80,6 @@ def rows_without_their_offset() -> Callable[..., Any]:
 
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
-    "unwrapped first row": ("lmscale.models.attention.keys_from_row", unwrapped_first_row),
     "columns from four": ("lmscale.parallel.rng.counter_keep_mask", columns_from_four),
     "sites on the host": ("lmscale.models.transformer.site_keys", sites_on_the_host),
     "loss checked by the host": (

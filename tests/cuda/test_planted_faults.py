@@ -16,7 +16,6 @@ IN_STEPS = {
 }
 ON_THE_LAST_RANK = LAYERS_IN_CI[3]  # with exact attention, whose mask begins at the row of the rank's first head
 IN_CODE = {
-    "unwrapped first row": "Triton refuses triton_",
     "columns from four": "Triton refuses triton_",
     "graph break": " breaks, expected ",
 }
