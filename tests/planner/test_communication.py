@@ -16,7 +16,7 @@ from lmscale.parallel import ParallelContext
 from lmscale.partition import assign_owners
 from lmscale.planner.communication import micro_batch_collectives, replicated_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
-from lmscale.planner.operations import step_operations
+from lmscale.planner.operations import ELEMENTS_PER_LAUNCH, OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.params import count_parameters
 
 # Configuration -> model, heads, tensor ranks, data ranks. 8 sequences per rank: batch 8, 512 or 1,024. Table 4 gives
@@ -176,6 +176,18 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_that_it_owns(
 
     assert [sent(rank) for rank in range(dp_size)] == [[4 * n] if n else [] for n in expected]
     assert sent(None) == [4 * max(expected)]
+
+
+def test_with_zero1_the_update_is_that_of_the_rank_with_most_tensors_among_those_with_most_elements() -> None:
+    config, dp_size = paper_model("bert_1.3b"), 8  # of whose ranks several have equally many elements
+    with torch.device("meta"):
+        sizes = [param.numel() for param in build_model(config, ParallelContext(tp_size=2), seed=None).parameters()]
+    owners = assign_owners(sizes, dp_size)
+    elements = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(dp_size)]
+    most, tensors = max(zip(elements, map(owners.count, range(dp_size)), strict=True))
+    layout = Layout(tp_size=2, dp_size=dp_size, zero1=True)
+    update = next(o for o in step_operations(config, layout, 4, 1, 512, "bf16") if o.kind == "optimizer")
+    assert update.launches == tensors + OPTIMIZER_LAUNCHES + -(-most // ELEMENTS_PER_LAUNCH)
 
 
 def test_the_chunked_loss_communicates_once_per_chunk() -> None:

@@ -150,10 +150,11 @@ def _update(
     parts = Counter()
     for size, owner in zip(sizes, owners, strict=True):
         parts[owner] += size
-    [(busiest, owned)] = parts.most_common(1)
+    # Of the ranks with most elements the slowest one, which has most tensors.
+    owned, num_owned = max((number, owners.count(owner)) for owner, number in parts.items())
     # Per parameter the norm reads the gradient; one kernel per tensor reads gradient, master and moments, and writes
     # master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
     moments = 2 * (HALF_BYTES if half_moments else wide)
     read, written = 3 * wide + moments, wide + moments + (e if e < FP32_BYTES else 0)
-    launches = owners.count(busiest) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
+    launches = num_owned + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
     return [*found, elementwise("AdamW", "optimizer", owned * read, owned * written, launches)]
