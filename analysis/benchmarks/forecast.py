@@ -25,7 +25,7 @@ from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
 from lmscale.planner.memory import GIB
-from lmscale.planner.plan import Plan, make_plan
+from lmscale.planner.plan import Plan
 from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 
@@ -91,8 +91,7 @@ def plan_of(
     """The plan of one step on the devices of a layout."""
     config = model(name)
     batch, s = micro_batch_size * num_micro_batches, config.max_position_embeddings
-    job = Workload(config, micro_batch_size, batch, s, dtype, 1, half_moments)
-    return make_plan(job, layout, cluster)
+    return Plan(Workload(config, micro_batch_size, batch, s, dtype, half_moments=half_moments), layout, cluster)
 
 
 def rows() -> list[Row]:

@@ -34,7 +34,8 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, replicated_layers, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.workload import Workload, rank_memory
+from lmscale.planner.memory import estimate_memory
+from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -64,11 +65,12 @@ class Case:
     def predicted(self) -> int:
         """Predicted bytes."""
         config, b = self.config, self.micro_batch_size
-        job = Workload(config, b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype, 1)
+        batch, s = b * self.num_micro_batches, config.max_position_embeddings
+        job = Workload(config, b, batch, s, self.dtype, on_gpu=self.traced)
         layout = Layout(
             tp_size=self.tp_size, dp_size=1, sequence_parallel=self.sequence_parallel, batch_halves=self.batch_halves
         )
-        return rank_memory(job, layout, on_gpu=self.traced).total
+        return estimate_memory(job, layout).total
 
 
 def sized(

@@ -66,24 +66,23 @@ def forecast() -> dict[str, Any]:
     from lmscale.config import Layout
     from lmscale.config.cluster import load_cluster
     from lmscale.config.pretrain import RunConfig
-    from lmscale.planner.memory import GIB
-    from lmscale.planner.plan import make_plan
-    from lmscale.planner.workload import checkpoint_bytes
-    from lmscale.training.fit import workload_of
+    from lmscale.planner.memory import GIB, checkpoint_bytes
+    from lmscale.planner.plan import Plan
+    from lmscale.planner.workload import Workload
 
     found, metrics = runs(), {}
     for cluster in CLUSTERS:
         device, sum_s = load_cluster(ROOT / "conf" / "cluster" / f"{cluster}.yaml"), 0.0
         for name, values in found.items():
             run = RunConfig.from_dict(values | {"run_dir": name})
-            plan = make_plan(workload_of(run), Layout(), device)
+            plan = Plan(Workload.of(run), Layout(), device)
             time_s = run.trainer.max_steps * plan.time.total
             sum_s += time_s
             metrics |= {
                 f"{cluster}/{name}/step": {"value": plan.time.total, "unit": "s"},
                 f"{cluster}/{name}/time": {"value": time_s, "unit": "s"},
                 f"{cluster}/{name}/memory_peak": {"value": plan.needed_bytes / GIB, "unit": "GiB"},
-                f"{name}/checkpoint": {"value": checkpoint_bytes(workload_of(run), Layout()) / 1e9, "unit": "GB"},
+                f"{name}/checkpoint": {"value": checkpoint_bytes(plan.job, plan.layout) / 1e9, "unit": "GB"},
             }
         metrics[f"{cluster}/time"] = {"value": sum_s / 60, "unit": "min"}
     metrics |= of_the_text(next(iter(found.values())))

@@ -26,6 +26,7 @@ from lmscale.paper import SEQ_LENGTH
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.flops import TERA
 from lmscale.planner.params import count_parameters
+from lmscale.planner.workload import Workload
 
 REPRODUCED, COUNTED, SCALED_DOWN = "reproduced", "counted", "scaled down"
 MODELLED, SETTING, NOT_RUN = "modelled", "setting", "not run"
@@ -183,7 +184,8 @@ def _parameters(entry: Entry, context: Context) -> Found:
 def _sent() -> tuple[Collective, ...]:
     """Messages of the 2.5 B model's tensor ranks in one micro-batch, without recomputation, which would repeat some."""
     config = dataclasses.replace(paper_models()["gpt_2.5b"], recompute=Recompute.NONE)
-    return tuple(micro_batch_collectives(config, Layout(tp_size=2, dp_size=1), MICRO_BATCH, SEQ_LENGTH, "fp16"))
+    job = Workload(config, MICRO_BATCH, MICRO_BATCH, SEQ_LENGTH, "fp16", on_gpu=False)
+    return tuple(micro_batch_collectives(job, Layout(tp_size=2)))
 
 
 def _messages(what: str, attribute: str, over: float, note: str = "") -> Callable[[Entry, Context], Found]:

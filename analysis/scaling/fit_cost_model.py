@@ -73,10 +73,10 @@ def measure(cluster: Cluster) -> dict[str, dict]:
         metrics[f"{cell.role}/{cell.table}, {cell.label}"] = {"value": residual, "unit": "points over the paper"}
     petaflops = predict_petaflops(cluster)
     metrics["512 GPUs"] = {"value": petaflops / PETAFLOPS_512 - 1, "unit": "of the paper's 15.1 PFLOP/s"}
-    for size, heads, tp_size, dp_size, days in TRAINING_DAYS:
-        alone, validated = predict_days(size, heads, tp_size, dp_size, cluster)
-        metrics[f"Table 2, {size}, steps alone"] = {"value": alone / days - 1, "unit": "of the paper's days"}
-        metrics[f"Table 2, {size}, with validation"] = {"value": validated / days - 1, "unit": "of the paper's days"}
+    for cell in TRAINING_DAYS:
+        for how, days in zip(("steps alone", "with validation"), predict_days(cell, cluster), strict=True):
+            miss = {"value": days / cell.paper - 1, "unit": "of the paper's days"}
+            metrics[f"Table 2, {cell.size}, {how}"] = miss
     return metrics | blind(cluster)
 
 

@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.flops import TERA, model_flops_per_step
-from lmscale.planner.operation import elementwise, product, times
+from lmscale.planner.operation import Operation, product, times
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
+from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,8 +197,9 @@ def tokens_per_s(run: Run, cluster: Cluster) -> float:
     forward, backward = software.attention
     rates = {"attention_forward_tflops": forward, "attention_backward_tflops": backward}
     cluster = dataclasses.replace(cluster, roofline=dataclasses.replace(cluster.roofline, **rates))
-    layout = Layout(tp_size=run.tp_size, dp_size=1, sequence_parallel=run.tp_size > 1)
-    counted = step_operations(config, layout, run.micro_batch_size, run.num_micro_batches, run.seq_length, run.dtype)
+    layout = Layout(tp_size=run.tp_size, sequence_parallel=run.tp_size > 1)
+    batch = run.micro_batch_size * run.num_micro_batches
+    counted = step_operations(Workload(config, run.micro_batch_size, batch, run.seq_length, run.dtype), layout)
     products = [o for o in counted if o.kind in ("product", "attention") or o.name == "rounding to float8"]
     products = [o for o in products if not o.name.startswith("logits")]  # chunks are ours
     rows, columns, h = (
@@ -207,14 +209,14 @@ def tokens_per_s(run: Run, cluster: Cluster) -> float:
     )
     for m, n, k in ((rows, columns, h), (rows, h, columns), (columns, h, rows)):
         products.append(times(run.num_micro_batches, product("logits", "all", m, n, k, 2)))
-    tokens = run.micro_batch_size * run.num_micro_batches * run.seq_length
+    tokens = batch * run.seq_length
     passes = config.num_layers * software.layer_passes * config.hidden_size
     passes += software.logit_passes * config.padded_vocab_size
     num_bytes = int(2 * tokens * passes / run.tp_size)
-    num_parameters = count_parameters(config, run.tp_size).per_rank
+    num_parameters = count_parameters(config, layout).per_rank
     num_bytes += int(software.parameter_bytes * num_parameters)
     launches = config.num_layers * software.layer_launches * run.num_micro_batches
-    theirs = elementwise("passes of this software", "all", num_bytes, 0, launches)
+    theirs = Operation("passes of this software", "all", num_bytes, 0, launches)
     seconds = sum(o.launch_s(cluster) for o in (*products, theirs))
     seconds += run.num_micro_batches * software.message_bytes * num_parameters / cluster.bandwidth(8)
     for operation in (*products, theirs):

@@ -9,8 +9,9 @@ from analysis.ledger.entries import paper_shape
 from lmscale.config import Layout, Recompute, TransformerConfig
 from lmscale.paper import BERT_SEQ_LENGTH, BERT_SIZES, BERT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.memory import estimate_memory
 from lmscale.planner.params import count_parameters
-from lmscale.planner.workload import Workload, rank_memory
+from lmscale.planner.workload import Workload
 
 from .study import MICRO_BATCH, SIZES, STUDY_TP_SIZES, study_model
 
@@ -37,7 +38,7 @@ def parameter_table() -> pd.DataFrame:
     """One row per model: millions of parameters in total, by part, per rank at tp 4, and replicated on every rank."""
     rows = []
     for name, config in paper_models().items():
-        count = count_parameters(config, 4)
+        count = count_parameters(config, Layout(tp_size=4))
         embeddings = sum(count.parts.get(part, 0) for part in _EMBEDDINGS)
         layers = count.parts["attention"] + count.parts["mlp"]
         other = count.total - embeddings - layers
@@ -57,9 +58,9 @@ def memory_table() -> pd.DataFrame:
         seq_length = config.max_position_embeddings
         batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
         for recompute in (Recompute.NONE, Recompute.FULL):
-            job = Workload(config, batch, batch, seq_length, "fp16", 1).change(recompute=recompute)
+            job = Workload(config, batch, batch, seq_length, "fp16").change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
-            found = {f"tp {n}": rank_memory(job, Layout(tp_size=n), True).total / _GIB for n in sizes}
+            found = {f"tp {n}": estimate_memory(job, Layout(tp_size=n)).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)
     return pd.DataFrame(rows).assign(unit="GiB per rank", evidence="predicted")
 
@@ -74,8 +75,8 @@ def communication_table() -> pd.DataFrame:
         row: dict[str, object] = {"model": f"gpt_{name.lower()}", "tensor ranks": tp_size}
         for recompute in ("none", "full"):
             config = dataclasses.replace(study_model(*SIZES[name]), recompute=Recompute(recompute))
-            layout = Layout(tp_size=tp_size, dp_size=1)
-            sent = micro_batch_collectives(config, layout, MICRO_BATCH, SEQ_LENGTH, "fp16")
+            job = Workload(config, MICRO_BATCH, MICRO_BATCH, SEQ_LENGTH, "fp16", on_gpu=False)
+            sent = micro_batch_collectives(job, Layout(tp_size=tp_size))
             row[f"all-reduces, recompute {recompute}"] = sum(collective.count for collective in sent)
             row[f"GiB, recompute {recompute}"] = sum(collective.total_bytes for collective in sent) / _GIB
         logits = MICRO_BATCH * SEQ_LENGTH * config.padded_vocab_size * 2  # bytes that gathering the output would send

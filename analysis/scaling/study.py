@@ -18,17 +18,17 @@ from lmscale.config.cluster import Cluster
 from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.flops import TERA, hardware_flops_per_step
-from lmscale.planner.operation import Operation, elementwise
+from lmscale.planner.operation import Operation
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 from lmscale.planner.step_time import StepTime, message_rows, operation_rows
+from lmscale.planner.workload import HALF_BYTES, Workload
 
 MICRO_BATCH = PAPER["section_5.1/mp_batch"]  # sequences per data rank
 DATA_RANKS = PAPER["section_5.1/data_ranks"]  # of every data-parallel GPT
 BASELINE_FLOPS_PER_S = PAPER["section_5.1/baseline"] * TERA  # hardware FLOPs of the 1.2 B model on one V100
 PETAFLOPS_512 = PAPER["figure_1/mp_dp/512_gpus"]  # sustained on 512 GPUs
 ITERATIONS_PER_EPOCH, VALIDATE_EVERY, VALIDATION_BATCHES = PAPER["section_5.2/epoch"], 1000, 100
-HALF = 2  # bytes of a number in fp16, in which the paper also sums gradients over the data ranks
 # Passes of the paper's code over a tensor of one layer, read or written, with full recomputation; not fitted.
 SCORE_PASSES = 2 * 9 + 12  # [b, n/p, s, s]: scale, mask, softmax, dropout
 WHOLE_PASSES = 2 * 12 + 18  # [b, s, h] on every rank: LayerNorms, biases, dropouts, residuals
@@ -69,9 +69,20 @@ class Cell:
 
     @property
     def paper(self) -> float:
-        """The paper's % of linear scaling; Table 8 prints speed-ups."""
+        """The paper's % of linear scaling, for which Table 8 prints speed-ups; of Table 2 the days per epoch."""
         value = PAPER[self.entry]
         return 100 * value / self.tp_size if self.table == "Table 8" else value
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model."""
+        num_layers, hidden_size, _ = SIZES[self.size]
+        return study_model(num_layers, hidden_size, self.heads)
+
+    @property
+    def layout(self) -> Layout:
+        """The grid of ranks."""
+        return Layout(tp_size=self.tp_size, dp_size=self.dp_size)
 
 
 CELLS = (
@@ -90,14 +101,19 @@ CELLS = (
     Cell("Table 8", "4 GPUs", "1.2B", 16, 4, 1, "table_8/gpt_1.2b/4_gpus", "text", "held out"),
     Cell("Table 8", "8 GPUs", "1.2B", 16, 8, 1, "table_8/gpt_1.2b/8_gpus", "text", "fit"),
 )
-# Table 2: size, heads, tensor ranks, data ranks, days per epoch.
+LARGEST_CELL = next(cell for cell in CELLS if cell.tp_size * cell.dp_size == 512)
+# Table 2.
 TRAINING_DAYS = tuple(
-    (
+    Cell(
+        "Table 2",
+        size,
         size,
         PAPER[f"{model}/num_attention_heads"],
         PAPER[f"{model}/gpus"] // DATA_RANKS,
         DATA_RANKS,
-        PAPER[f"{model}/days"],
+        f"{model}/days",
+        "text",
+        "held out",
     )
     for size, model in (
         ("355M", "table_2/gpt_355m"),
@@ -126,6 +142,11 @@ class LaterShape:
     v100: float
     a100: float
     a100_128_way: float
+
+    @property
+    def config(self) -> TransformerConfig:
+        """The model."""
+        return study_model(self.num_layers, self.hidden_size, self.heads)
 
 
 LATER_SHAPES = (
@@ -158,28 +179,27 @@ def baseline() -> tuple[TransformerConfig, float]:
 
 @cache
 def _paper_work(
-    config: TransformerConfig, tp_size: int, b: int, code_share: float
+    job: Workload, layout: Layout, code_share: float
 ) -> tuple[list[Operation], list[Operation], list[Collective]]:
     """Products, passes of the paper's code and messages of the tensor group, of one step of one rank."""
-    layout, s, h = Layout(tp_size=tp_size), SEQ_LENGTH, config.hidden_size
-    products = [o for o in step_operations(config, layout, b, 1, s, "fp16") if o.kind == "product"]
-    scores, whole = b * config.num_attention_heads * s * s // tp_size, b * s * h
+    config, tp_size, whole = job.config, layout.tp_size, job.tokens * job.config.hidden_size
+    products = [o for o in step_operations(job, layout) if o.kind == "product"]
+    scores = job.tokens * job.seq_length * config.num_attention_heads // tp_size
     layer = SCORE_PASSES * scores + WHOLE_PASSES * whole + SPLIT_PASSES * whole // tp_size
-    logits = LOGIT_PASSES * b * s * config.padded_vocab_size // tp_size
-    num_bytes = code_share * HALF * (config.num_layers * layer + logits)
+    logits = LOGIT_PASSES * job.tokens * config.padded_vocab_size // tp_size
+    num_bytes = code_share * HALF_BYTES * (config.num_layers * layer + logits)
     launches = code_share * LAUNCHES_OF_A_LAYER * config.num_layers
-    optimizer_bytes = OPTIMIZER_BYTES * count_parameters(config, tp_size).per_rank
+    optimizer_bytes = OPTIMIZER_BYTES * count_parameters(config, layout).per_rank
     passes = [
-        elementwise("passes", "all", num_bytes, 0, launches),
-        elementwise("Adam", "optimizer", optimizer_bytes, 0),
+        Operation("passes", "all", num_bytes, 0, launches),
+        Operation("Adam", "optimizer", optimizer_bytes, 0),
     ]
-    return products, passes, list(micro_batch_collectives(config, layout, b, s, "fp16", on_gpu=True))
+    return products, passes, micro_batch_collectives(job, layout)
 
 
 def study_time(
     config: TransformerConfig,
-    tp_size: int,
-    dp_size: int,
+    layout: Layout,
     cluster: Cluster,
     micro_batch_size: int = MICRO_BATCH,
     code_share: float = 1.0,
@@ -189,12 +209,13 @@ def study_time(
     Args:
         code_share: passes and launches over those of the paper's code.
     """
-    products, passes, messages = _paper_work(config, tp_size, micro_batch_size, code_share)
-    if dp_size > 1:
-        num_bytes = HALF * count_parameters(config, tp_size).per_rank
+    job = Workload(config, micro_batch_size, micro_batch_size, SEQ_LENGTH, "fp16")
+    products, passes, messages = _paper_work(job, dataclasses.replace(layout, dp_size=1), code_share)
+    if layout.dp_size > 1:  # the paper sums gradients in fp16
+        num_bytes = HALF_BYTES * count_parameters(config, layout).per_rank
         messages = [*messages, Collective("gradients", "all_reduce", "data", "gradients", 1, num_bytes)]
     rows = operation_rows([*products, *passes], cluster, "fp16")
-    return StepTime.of([*rows, *message_rows(messages, Layout(tp_size=tp_size, dp_size=dp_size), cluster)])
+    return StepTime.of([*rows, *message_rows(messages, layout, cluster)])
 
 
 def anchor(cluster: Cluster) -> Cluster:
@@ -205,7 +226,7 @@ def anchor(cluster: Cluster) -> Cluster:
     """
     config, seconds = baseline()
     for _ in range(20):  # products that are bound by their bytes make it take more than one
-        time = study_time(config, 1, 1, cluster)
+        time = study_time(config, Layout(), cluster)
         left = seconds - (time.total - time.matmul)
         if not left > 0:
             raise ValueError(
@@ -219,35 +240,25 @@ def anchor(cluster: Cluster) -> Cluster:
 
 def predict_cell(cell: Cell, cluster: Cluster) -> float:
     """The cell's % of linear scaling on an anchored cluster."""
-    num_layers, hidden_size, _ = SIZES[cell.size]
-    config = study_model(num_layers, hidden_size, cell.heads)
-    first = baseline()[0]
-    return _efficiency(
-        config,
-        cell.tp_size,
-        study_time(config, cell.tp_size, cell.dp_size, cluster).total,
-        first,
-        study_time(first, 1, 1, cluster).total,
-    )
+    first, seconds = baseline()[0], study_time(cell.config, cell.layout, cluster).total
+    return _efficiency(cell.config, cell.tp_size, seconds, first, study_time(first, Layout(), cluster).total)
 
 
-def predict_petaflops(cluster: Cluster) -> float:
-    """Sustained PFLOP/s (hardware FLOPs) of the 8.3 B model on 512 GPUs; the paper reports 15.1."""
-    config = study_model(*SIZES["8.3B"])
-    seconds = study_time(config, 8, 64, cluster).total
-    return hardware_flops_per_step(config, SEQ_LENGTH, 64 * MICRO_BATCH) / seconds / 1e15
+def predict_petaflops(cluster: Cluster, cell: Cell = LARGEST_CELL) -> float:
+    """Sustained PFLOP/s (hardware FLOPs) of a cell; for the 8.3 B model on 512 GPUs the paper reports 15.1."""
+    seconds = study_time(cell.config, cell.layout, cluster).total
+    return hardware_flops_per_step(cell.config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
 
 
-def predict_days(size: str, heads: int, tp_size: int, dp_size: int, cluster: Cluster) -> tuple[float, float]:
-    """Days per epoch of Table 2: of the optimizer steps alone, and with validation as in the released code.
+def predict_days(cell: Cell, cluster: Cluster) -> tuple[float, float]:
+    """Days per epoch of a cell of Table 2: of the optimizer steps alone, and with validation as in the released code.
 
     Megatron-LM's defaults validate 100 batches every 1,000 steps. A forward pass has a quarter of a step's compute and
     a third of its tensor-parallel all-reduces (2 of 6 per layer).
 
     Source: NVIDIA/Megatron-LM, arguments.py of 2019, `--eval-interval` and `--eval-iters`.
     """
-    num_layers, hidden_size, _ = SIZES[size]
-    time = study_time(study_model(num_layers, hidden_size, heads), tp_size, dp_size, cluster)
+    time = study_time(cell.config, cell.layout, cluster)
     forward = time.compute / 4 + time.tensor / 3
     steps = ITERATIONS_PER_EPOCH * time.total / 86400
     return steps, steps + ITERATIONS_PER_EPOCH * VALIDATION_BATCHES / VALIDATE_EVERY * forward / 86400
@@ -269,22 +280,22 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
     Raises:
         ValueError: no share between 0 and 3 gives this time.
     """
-    rows = [(study_model(r.num_layers, r.hidden_size, r.heads), r.tp_size) for r in LATER_SHAPES]
+    first_shape = LATER_SHAPES[0]
 
-    def seconds(share: float, row: int, num_data_ranks: int) -> float:
-        return study_time(*rows[row], num_data_ranks, cluster, micro_batch_size, share).total
+    def seconds(share: float, shape: LaterShape, num_data_ranks: int = 1) -> float:
+        layout = Layout(tp_size=shape.tp_size, dp_size=num_data_ranks)
+        return study_time(shape.config, layout, cluster, micro_batch_size, share).total
 
     low, high = 1e-6, 3.0
-    if not seconds(low, 0, 1) <= first_ms / 1e3 <= seconds(high, 0, 1):
+    if not seconds(low, first_shape) <= first_ms / 1e3 <= seconds(high, first_shape):
         raise ValueError(f"`first_ms` must be attainable with a share between 0 and 3, but is {first_ms}")
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (middle, high) if seconds(middle, 0, 1) * 1e3 < first_ms else (low, middle)
-    first = seconds(low, 0, 1)
-    table = []
-    for row, (config, tp_size) in enumerate(rows):
-        time = seconds(low, row, dp_size)
-        table.append((time * 1e3, _efficiency(config, tp_size, time, rows[0][0], first)))
+        low, high = (middle, high) if seconds(middle, first_shape) * 1e3 < first_ms else (low, middle)
+    first, table = seconds(low, first_shape), []
+    for shape in LATER_SHAPES:
+        time = seconds(low, shape, dp_size)
+        table.append((time * 1e3, _efficiency(shape.config, shape.tp_size, time, first_shape.config, first)))
     return low, table
 
 

@@ -4,15 +4,12 @@ import pandas as pd
 
 from analysis.ledger.entries import PAPER as PAPER_NUMBERS
 from lmscale.config.cluster import Cluster
-from lmscale.paper import SEQ_LENGTH
-from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.params import count_parameters
 
 from .study import (
     BASELINE_FLOPS_PER_S,
     CELLS,
     DATA_RANKS,
-    MICRO_BATCH,
     PETAFLOPS_512,
     SIZES,
     STUDY_TP_SIZES,
@@ -20,11 +17,10 @@ from .study import (
     Cell,
     predict_cell,
     predict_days,
+    predict_petaflops,
     study_model,
-    study_time,
 )
 
-_TABLE_2 = {"355M": "gpt_355m", "2.5B": "gpt_2.5b", "8.3B": "gpt_8.3b_24heads"}
 PAPER, OURS = "paper", "lmscale, modelled"
 _PRINTED = {"text": "printed in the text", "figure": "read off the figure"}
 
@@ -40,7 +36,7 @@ def paper_petaflops(cell: Cell) -> tuple[float, bool]:
 
     The paper prints 39 TFLOP/s on one GPU and 15.1 PFLOP/s on 512. The others are derived from Figure 5.
     """
-    num_gpus = cell.tp_size * cell.dp_size
+    num_gpus = cell.layout.world_size
     printed = {1: BASELINE_FLOPS_PER_S / 1e15, 512: PETAFLOPS_512}
     if num_gpus in printed:
         return printed[num_gpus], True
@@ -49,7 +45,7 @@ def paper_petaflops(cell: Cell) -> tuple[float, bool]:
 
 def configuration(cell: Cell) -> str:
     """Name of a cell in the tables: `model parallel, 8 GPUs`."""
-    num_gpus = cell.tp_size * cell.dp_size
+    num_gpus = cell.layout.world_size
     return f"{_panel(cell)}, {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
 
 
@@ -58,7 +54,7 @@ def _panel(cell: Cell) -> str:
 
 
 def _place(cell: Cell) -> dict:
-    return {"configuration": configuration(cell), "panel": _panel(cell), "GPUs": cell.tp_size * cell.dp_size}
+    return {"configuration": configuration(cell), "panel": _panel(cell), "GPUs": cell.layout.world_size}
 
 
 def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
@@ -75,13 +71,8 @@ def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
     """Sustained PFLOP/s of the study's models without and with 64-way data parallelism, for the cells of Figure 5."""
     rows = []
     for cell in figure_cells():
-        layers, hidden, _ = SIZES[cell.size]
-        config = study_model(layers, hidden, cell.heads)
         paper, printed = paper_petaflops(cell)
-        ours = paper  # the anchor
-        if cell.role != "baseline":
-            seconds = study_time(config, cell.tp_size, cell.dp_size, cluster).total
-            ours = hardware_flops_per_step(config, SEQ_LENGTH, MICRO_BATCH * cell.dp_size) / seconds / 1e15
+        ours = paper if cell.role == "baseline" else predict_petaflops(cluster, cell)  # the anchor
         row = _place(cell) | {PAPER: paper, OURS: ours, "difference": ours / paper - 1}
         rows.append(row | {"certainty": "text" if printed else "figure"})
     return pd.DataFrame(rows)
@@ -130,19 +121,23 @@ def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
 
 def _parameters(size: str, printed_millions: float, num_gpus: int) -> dict:
     ours = count_parameters(study_model(*SIZES[size])).total / 1e6
-    row = {"configuration": f"{size}, {num_gpus} GPUs", "paper": printed_millions, "ours": ours}
-    return row | {"difference": ours - printed_millions, "unit": "million parameters", "evidence": "exact"}
+    return _row(f"{size}, {num_gpus} GPUs", printed_millions, ours, "million parameters", "exact")
+
+
+def _row(configuration: str, paper: float, ours: float, unit: str, evidence: str) -> dict:
+    row = {"configuration": configuration, "paper": paper, "ours": ours, "difference": ours - paper}
+    return row | {"unit": unit, "evidence": evidence}
 
 
 def _training_rows(cluster: Cluster) -> list[dict]:
     """Parameters and days per epoch: of the optimizer steps alone, and with validation as in the released code."""
     rows = []
-    for size, heads, tp_size, dp_size, days in TRAINING_DAYS:
-        rows.append(_parameters(size, PAPER_NUMBERS[f"table_2/{_TABLE_2[size]}/parameters"], tp_size * dp_size))
-        alone, validated = predict_days(size, heads, tp_size, dp_size, cluster)
+    for cell in TRAINING_DAYS:
+        printed = PAPER_NUMBERS[cell.entry.replace("days", "parameters")]
+        rows.append(_parameters(cell.size, printed, cell.layout.world_size))
+        alone, validated = predict_days(cell, cluster)
         for ours, unit in ((validated, "days per epoch"), (alone, "days per epoch, steps alone")):
-            row = {"configuration": f"{size}, {tp_size * dp_size} GPUs", "paper": days, "ours": ours}
-            rows.append(row | {"difference": ours - days, "unit": unit, "evidence": "modelled, held out"})
+            rows.append(_row(rows[-1]["configuration"], cell.paper, ours, unit, "modelled, held out"))
     return rows
 
 
@@ -152,7 +147,6 @@ def _cells(table: str, cluster: Cluster) -> list[dict]:
     for cell in (cell for cell in CELLS if cell.table == table):
         factor = cell.tp_size / 100 if table == "Table 8" else 1.0
         paper, ours = cell.paper * factor, predict_cell(cell, cluster) * factor
-        row = {"configuration": f"{cell.size}, {cell.label}", "paper": paper, "ours": ours, "difference": ours - paper}
         unit = "speed-up" if table == "Table 8" else "% of linear scaling"
-        rows.append(row | {"unit": unit, "evidence": f"modelled, {cell.role}"})
+        rows.append(_row(f"{cell.size}, {cell.label}", paper, ours, unit, f"modelled, {cell.role}"))
     return rows

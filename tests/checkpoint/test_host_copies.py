@@ -11,7 +11,8 @@ from lmscale.checkpoint.host_copies import HostCopies
 from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.planner.workload import Workload, checkpoint_bytes
+from lmscale.planner.memory import checkpoint_bytes
+from lmscale.planner.workload import Workload
 
 TENSORS = {
     "a": torch.arange(35, dtype=torch.bfloat16).view(5, 7),
@@ -108,7 +109,6 @@ def test_the_planner_counts_what_a_rank_writes(tp_size, dp_size, half_moments) -
         places = divide_tensors(entries, rank % tp_size, tp_size, rank // tp_size, dp_size).places
         cuts = {key: 1 if entries[key].shard_dim is None else tp_size for key in places}
         written.append(sum(entries[key].num_bytes // cut for key, cut in cuts.items()))
-    counted = checkpoint_bytes(
-        Workload(config, 1, dp_size, 96, "bf16", 1, half_moments), Layout(tp_size=tp_size, dp_size=dp_size)
-    )
+    job = Workload(config, 1, dp_size, 96, "bf16", half_moments=half_moments)
+    counted = checkpoint_bytes(job, Layout(tp_size=tp_size, dp_size=dp_size))
     assert max(written) <= counted * 1.001 and counted < 1.05 * max(written)

@@ -7,8 +7,8 @@ from entry_points import only_line, refuse
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import Layout, ParallelConfig
-from lmscale.planner.memory import estimate_memory
-from lmscale.planner.workload import Workload, checkpoint_bytes, rank_memory, usable_bytes
+from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
+from lmscale.planner.workload import Workload
 from lmscale.training import fit
 from lmscale.training.fit import resolve_layout
 
@@ -63,29 +63,27 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     """On a CPU the ranks share the memory, so more ranks do not reduce the total."""
     config = TransformerConfig("gpt", 2, 64, 4, 2000, 32)
     num_ranks = 1 if dp_size == "auto" else dp_size
-    job = Workload(config, 2, 2 * num_ranks, 32, "fp32", 1)
-    estimate = estimate_memory(config, 1, 2, 32, "fp32", num_ranks, False, accumulates=False)
+    job = Workload(config, 2, 2 * num_ranks, 32, "fp32", on_gpu=False)
+    estimate = estimate_memory(job, Layout(dp_size=num_ranks))
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelConfig(tp_size="auto", dp_size=dp_size)
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
-    assert resolve_layout(request, job, None, False).tp_size == 1
+    assert resolve_layout(request, job, None).tp_size == 1
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
-        resolve_layout(request, job, None, False)
+        resolve_layout(request, job, None)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
     """The copies of all local ranks; on a CPU beside the memory in which they train."""
-    job, layout = (
-        Workload(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "bf16", 1),
-        Layout(tp_size=2, dp_size=2),
-    )
+    config, layout = TransformerConfig("gpt", 2, 64, 4, 2000, 32), Layout(tp_size=2, dp_size=2)
+    job = Workload(config, 2, 4, 32, "bf16", on_gpu=accelerator == "gpu")
     each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
     if accelerator == "cpu":
-        each += rank_memory(job, layout, on_gpu=False).total
+        each += estimate_memory(job, layout).total
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
-    fit.check_background_saves(job, layout, None, accelerator == "gpu")
+    fit.check_background_saves(job, layout, None)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
     with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
-        fit.check_background_saves(job, layout, None, accelerator == "gpu")
+        fit.check_background_saves(job, layout, None)

@@ -14,6 +14,7 @@ from plan_output import PAPER, planned, printed, refusal
 import lmscale.planner.flops as flops
 from analysis.scaling.study import SIZES, study_model
 from lmscale.cli.hydra_main import run_hydra_main, run_task
+from lmscale.config import Layout
 from lmscale.planner.params import count_parameters
 
 
@@ -94,7 +95,8 @@ def test_neither_torch_nor_lightning_is_imported() -> None:
 def test_json_has_the_exact_counts_of_the_paper_configuration() -> None:
     answer = planned(*PAPER, "micro_batch_size=8", "model.recompute=full")
     config = study_model(*SIZES["8.3B"])
-    assert answer["parameters"] == {"model": 8_317_040_640, "rank": count_parameters(config, 8).per_rank}
+    of_rank = count_parameters(config, Layout(tp_size=8)).per_rank
+    assert answer["parameters"] == {"model": 8_317_040_640, "rank": of_rank}
     assert answer["step_flops"]["hardware"] == flops.hardware_flops_per_step(config, 1024, 512)
     counts = {a["what"]: a["count"] for a in answer["collectives"] if a["group"] == "tensor"}
     assert sum(counts.values()) == 6 * 72 + 2 + 3 + 1 + 1  # ..., the loss's, replicated gradients, the norm

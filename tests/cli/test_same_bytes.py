@@ -14,10 +14,11 @@ from lmscale.config.cluster import load_cluster
 from lmscale.config.plan import PlanConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.planner.flops import dense_peak_flops_per_s
+from lmscale.planner.memory import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.planner.question import plan_layout
-from lmscale.planner.workload import CPU_RESERVED_GIB, GPU_RESERVED_GIB
+from lmscale.planner.workload import Workload
 from lmscale.training import fit
-from lmscale.training.fit import resolve_layout, resolve_recompute, workload_of
+from lmscale.training.fit import resolve_layout, resolve_recompute
 
 GIB = 2**30
 GRID = [
@@ -79,9 +80,8 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
     """The memory check of `train.py` on a machine with this much memory."""
     monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    workload = workload_of(run)
-    layout = resolve_layout(run.parallel, workload, None, accelerator == "gpu")
-    fit.check_memory(run.name, workload, layout, None, accelerator == "gpu")
+    workload = Workload.of(run, on_gpu=accelerator == "gpu")
+    fit.check_memory(run.name, workload, resolve_layout(run.parallel, workload, None), None)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
@@ -130,7 +130,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
-            trained = resolve_layout(run.parallel, workload_of(run), None, True)
+            trained = resolve_layout(run.parallel, Workload.of(run), None)
         except ValueError:  # no layout fits, or none on eight GPUs
             with pytest.raises(ValueError, match="no tp_size fits"):
                 plan_layout(wanted)
@@ -170,7 +170,7 @@ def test_the_cpu_cluster_reserves_the_same_memory_as_a_run() -> None:
 def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(composed, tmp_path, monkeypatch) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
-    workload = workload_of(run)
+    on_gpu, on_cpu = (Workload.of(run, on_gpu=word) for word in (True, False))
     layout = fit.Layout(tp_size=1, dp_size=1)
     needed = {}
     for mode in ("none", "selective", "full"):
@@ -179,12 +179,12 @@ def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(com
     assert needed["none"] > needed["selective"] > needed["full"]
     for mode, memory in needed.items():
         monkeypatch.setattr(fit, "device_memory", lambda _, memory=memory: memory)
-        assert resolve_recompute(run, workload, layout, True).config.recompute == mode
-        assert resolve_recompute(run, workload, layout, False).config.recompute == "none"
+        assert resolve_recompute(run, on_gpu, layout).config.recompute == mode
+        assert resolve_recompute(run, on_cpu, layout).config.recompute == "none"
         if mode != "none":
             with pytest.raises(ValueError, match=f"; here model.recompute={mode} fits"):
-                fit.check_memory(run.name, workload, layout, None, True)
+                fit.check_memory(run.name, on_gpu, layout, None)
     monkeypatch.setattr(fit, "device_memory", lambda _: needed["full"] - 1)
-    assert resolve_recompute(run, workload, layout, True).config.recompute == "none"
+    assert resolve_recompute(run, on_gpu, layout).config.recompute == "none"
     with pytest.raises(ValueError, match="; model.recompute=full and a smaller micro_batch_size need less"):
-        fit.check_memory(run.name, workload, layout, None, True)
+        fit.check_memory(run.name, on_gpu, layout, None)

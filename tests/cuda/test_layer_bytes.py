@@ -14,8 +14,8 @@ import fake_gpu  # noqa: E402
 
 from lmscale.config import Layout, TransformerConfig  # noqa: E402
 from lmscale.planner.layer_operations import NORM_INPUT_BYTES, LayerCounts  # noqa: E402
-from lmscale.planner.memory import BYTES  # noqa: E402
 from lmscale.planner.operations import step_operations  # noqa: E402
+from lmscale.planner.workload import BYTES, Workload  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem())),
@@ -84,7 +84,7 @@ def check_layer(guard: Path, case: dict, tolerance: float, left_out: int = 0) ->
     sizes = case["hidden_size"], case["heads"], 50257, s
     config = TransformerConfig(case.get("family", "gpt"), 2, *sizes, **case.get("model", {}))
     layout = Layout(tp_size=case.get("tp_size", 1), sequence_parallel=case.get("sequence_parallel", False))
-    layer = LayerCounts(config, config.placement, layout, b, s, "fp8" if float8 else "bf16")
+    layer = LayerCounts(Workload(config, b, b, s, "fp8" if float8 else "bf16"), layout, config.placement)
     more = 0, left_out * layer.own * layer.width
     for calls, operations, extra in zip(graphs, (layer.forward("forward"), layer.backward()), more, strict=True):
         passes = [o for o in operations if o.kind == "elementwise"]
@@ -111,7 +111,7 @@ def test_what_follows_the_embeddings_lookups_is_one_kernel_forward(guard, family
     graphs = fake_gpu.run("layer_bytes.py", guard, case)
     assert len(graphs) == 2 and len(graphs[0]) == 1
     config = TransformerConfig(family, 2, h, heads, 50257, s, **model)
-    planned = step_operations(config, Layout(), b, 1, s, "bf16")
+    planned = step_operations(Workload(config, b, b, s, "bf16"), Layout())
     for calls, operation in zip(graphs, (o for o in planned if o.name == "embedding sum, dropout"), strict=True):
         assert operation.num_bytes == pytest.approx(sum(num_bytes for _, num_bytes in calls), rel=TOLERANCE)
         assert operation.launches == len(calls)

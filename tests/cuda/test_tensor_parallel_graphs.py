@@ -10,6 +10,7 @@ import pytest
 
 from lmscale.config import Layout, TransformerConfig
 from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.workload import Workload
 
 pytestmark = pytest.mark.slow
 KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
@@ -61,7 +62,7 @@ def planned(case: dict) -> dict[str, Counter]:
         batch_halves=is_halved(case),
     )
     found = {"forward": Counter(), "backward": Counter()}
-    for sent in micro_batch_collectives(config, layout, 2, 256, "bf16"):
+    for sent in micro_batch_collectives(Workload(config, 2, 2, 256, "bf16"), layout):
         if "attention and MLP" in sent.what:
             found[sent.phase][KINDS[sent.kind]] += sent.count
     return found

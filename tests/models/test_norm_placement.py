@@ -16,7 +16,7 @@ from lmscale.models.later_placements import PLACEMENTS
 from lmscale.models.norm_placement import NormPlacement
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import replicated_parameters
-from lmscale.planner.params import count_parameters, parameter_sizes
+from lmscale.planner.params import count_parameters, rank_parameters
 
 
 class Sandwich(NormPlacement):
@@ -71,8 +71,9 @@ def test_the_planner_counts_its_parameters(tp_size: int) -> None:
     config = sandwich()
     model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
     sizes = [param.numel() for param in model.parameters()]
-    assert count_parameters(config, tp_size).per_rank == sum(sizes)
-    assert sorted(parameter_sizes(config, tp_size)) == sorted(sizes)
+    layout = Layout(tp_size=tp_size)
+    assert count_parameters(config, layout).per_rank == sum(sizes)
+    assert sorted(each.size for each in rank_parameters(config, layout)) == sorted(sizes)
     context = ParallelContext(tp_size=2, sequence_parallel=True)
     model = build_model(config, context, seed=None, device="meta")
     expected = sum(p.numel() for p in model.parameters() if p.shard.replicated)

@@ -10,11 +10,11 @@ import warm
 from entry_points import REPOSITORY, TINY, environment
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.config import TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.planner.params import count_parameters, parameter_sizes
+from lmscale.planner.params import count_parameters, rank_parameters
 
 NAME = "third_family.roberta"
 RUN = (*TINY, "model=bert_tiny", f"model.family={NAME}", "data=embedded", "precision=fp64", "model.hidden_dropout=0.1")
@@ -75,8 +75,9 @@ def test_it_is_planned_and_its_formulas_count_the_real_module() -> None:
     for tp_size in (1, 2):
         model = build_model(config, ParallelContext(tp_size=tp_size), seed=None, device="meta")
         sizes = [param.numel() for param in model.parameters()]
-        assert count_parameters(config, tp_size).per_rank == sum(sizes)
-        assert sorted(parameter_sizes(config, tp_size)) == sorted(sizes)
+        layout = Layout(tp_size=tp_size)
+        assert count_parameters(config, layout).per_rank == sum(sizes)
+        assert sorted(each.size for each in rank_parameters(config, layout)) == sorted(sizes)
 
 
 def test_an_unknown_family_is_refused_in_one_line() -> None:

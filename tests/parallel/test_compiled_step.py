@@ -18,6 +18,7 @@ from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.workload import Workload
 
 KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
 
@@ -43,8 +44,9 @@ def test_a_compiled_layer_is_recomputed_to_its_end(last_of_four, hidden_dropout:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         total_loss(model, batch).backward()
     layout = Layout(tp_size=4, sequence_parallel=last_of_four.sequence_parallel)
+    b, s = batch["tokens"].shape
     planned = Counter()
-    for sent in micro_batch_collectives(config, layout, *batch["tokens"].shape, "fp32", on_gpu=True):
+    for sent in micro_batch_collectives(Workload(config, b, b, s, "fp32"), layout):
         planned[KINDS[sent.kind]] += sent.count
     found = Counter(event.name.removeprefix("_c10d_functional::") for event in profile.events())
     assert {kind: found[kind] for kind in planned} == planned

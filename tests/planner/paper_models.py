@@ -1,6 +1,7 @@
-"""The nine sizes of Tables 1, 2 and 4 and Figure 7."""
+"""The nine sizes of Tables 1, 2 and 4 and Figure 7, and trainings of them."""
 
-from lmscale.config import TransformerConfig
+from lmscale.config import Layout, TransformerConfig
+from lmscale.planner.workload import Workload
 
 SIZES = {  # layers, hidden, heads
     "gpt_355m": (24, 1024, 16),
@@ -28,3 +29,11 @@ def paper_model(name: str, **changes: object) -> TransformerConfig:
         "max_position_embeddings": 1024 if is_gpt else 512,
     }
     return TransformerConfig(**(fields | changes))
+
+
+def training(
+    config: TransformerConfig, b: int, layout: Layout | None = None, n: int = 1, dtype: str = "bf16", **more: object
+) -> Workload:
+    """Steps of n micro-batches of b sequences on each data rank of a layout, each as long as the positions."""
+    batch = b * n * (layout.dp_size if layout else 1)
+    return Workload(config, b, batch, **({"seq_length": config.max_position_embeddings, "dtype": dtype} | more))

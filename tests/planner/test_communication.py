@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from collective_trace import trace_step
-from paper_models import paper_model
+from paper_models import paper_model, training
 from sharding import small_config
 
 from lmscale.config import Layout, TransformerConfig
@@ -16,8 +16,9 @@ from lmscale.parallel import ParallelContext
 from lmscale.partition import assign_owners
 from lmscale.planner.communication import micro_batch_collectives, replicated_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
-from lmscale.planner.operations import step_operations
+from lmscale.planner.operations import ELEMENTS_PER_LAUNCH, OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.params import count_parameters
+from lmscale.planner.workload import Workload
 
 # Configuration -> model, heads, tensor ranks, data ranks. 8 sequences per rank: batch 8, 512 or 1,024. Table 4 gives
 # GPUs but no layout; with 8 sequences per rank there are 128 data ranks of 1, 2 and 4 tensor ranks.
@@ -43,9 +44,9 @@ SHORT = ["table 2, 355M", "table 4, 336M"]
 KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
 
 
-def rank_flops(config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str) -> int:
+def rank_flops(job: Workload, layout: Layout) -> int:
     """Of eager layers, whose recomputation may stop before the last product (of the second half, if there are two)."""
-    found = step_operations(config, layout, b, 1, s, dtype)
+    found, config = step_operations(job, layout), job.config
     again = [o for o in found if (o.phase, o.name) == ("recomputation", "MLP down")]
     num_cut_short = config.num_layers - num_recomputed_whole(config)
     left_out = sum(o.count * o.flops for o in again) * num_cut_short // (config.num_layers * layout.batch_parts)
@@ -54,11 +55,12 @@ def rank_flops(config: TransformerConfig, layout: Layout, b: int, s: int, dtype:
 
 def assert_equal_to_trace(config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str) -> None:
     report = trace_step(config, layout, b, s, {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype])
-    parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
+    job = training(config, b, layout, dtype=dtype, seq_length=s, on_gpu=False)
+    parameters = count_parameters(config, layout)
     assert (report.model_parameters, report.rank_parameters) == (parameters.total, parameters.per_rank)
-    assert report.flops == rank_flops(config, layout, b, s, dtype)
+    assert report.flops == rank_flops(job, layout)
     predicted = Counter()
-    for sent in micro_batch_collectives(config, layout, b, s, dtype):
+    for sent in micro_batch_collectives(job, layout):
         predicted[KINDS[sent.kind], sent.group, sent.phase, sent.num_bytes] += sent.count
     assert predicted == Counter((c.kind, c.group, c.phase, c.num_bytes) for c in report.collectives)
 
@@ -124,32 +126,22 @@ def test_formulas_and_trace_agree_for_padded_heads(family: str, recompute: str) 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_flops_of_dummy_heads_count_for_the_devices_and_not_for_the_model(recompute: str) -> None:
-    config, layout = paper_model("gpt_2.5b", recompute=recompute), Layout(tp_size=8, pad_heads=True)
-    config = dataclasses.replace(config, attention="exact")
+    config, layout = paper_model("gpt_2.5b", recompute=recompute, attention="exact"), Layout(tp_size=8, pad_heads=True)
     hardware = hardware_flops_per_step(config, 1024, 8, tp_size=8)
-    assert 8 * rank_flops(config, layout, 8, 1024, "bf16") == hardware
-    wide = dataclasses.replace(config, num_attention_heads=20)
-    assert hardware > hardware_flops_per_step(wide, 1024, 8) == hardware_flops_per_step(wide, 1024, 8, tp_size=5)
-    h, s, num_tokens = 1920, 1024, 8 * 1024
-    passes = {"none": 3, "selective": 3, "full": 4}[recompute]
-    of_dummies = (passes * (8 * h + 4 * s) + (2 * s if recompute == "selective" else 0)) * 4 * 96 * num_tokens * 54
-    assert hardware - hardware_flops_per_step(config, 1024, 8) == of_dummies
-
-
-def test_one_rank_communicates_nothing() -> None:
-    assert step_collectives(paper_model("gpt_1.2b"), Layout(), 8, 2, 1024, "bf16") == ()
+    assert 8 * rank_flops(training(config, 8), layout) == hardware
+    assert hardware > hardware_flops_per_step(config, 1024, 8) == hardware_flops_per_step(config, 1024, 8, tp_size=5)
 
 
 def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -> None:
     config, layout = paper_model("gpt_8.3b", recompute="full"), Layout(tp_size=8, dp_size=64)
-    once, thrice = (step_collectives(config, layout, 2, n, 1024, "bf16") for n in (1, 3))
+    once, thrice = (step_collectives(training(config, 2, layout, n), layout) for n in (1, 3))
     for a, b in zip(once, thrice, strict=True):
         repeats = 3 if a.phase in ("forward", "backward") else 1
         assert (a.what, a.group, a.num_bytes, repeats * a.count) == (b.what, b.group, b.num_bytes, b.count)
     gradients = sum(a.total_bytes for a in once if a.group == "data")
-    assert gradients == 4 * count_parameters(config, 8).per_rank
-    wide = step_collectives(config, layout, 2, 1, 1024, "fp64")
-    assert sum(a.total_bytes for a in wide if a.group == "data") == 8 * count_parameters(config, 8).per_rank
+    assert gradients == 4 * count_parameters(config, layout).per_rank
+    wide = step_collectives(training(config, 2, layout, dtype="fp64"), layout)
+    assert sum(a.total_bytes for a in wide if a.group == "data") == 2 * gradients
 
 
 @pytest.mark.parametrize(
@@ -171,25 +163,29 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_that_it_owns(
     assert replicated_parameters(config, layout) == expected
 
     def sent(dp_rank: int | None) -> list[int]:
-        found = step_collectives(config, layout, 4, 1, 12, "bf16", dp_rank=dp_rank)
+        found = step_collectives(training(config, 4, layout, seq_length=12), layout, dp_rank)
         return [c.num_bytes for c in found if c.what == "gradients of replicated parameters"]
 
     assert [sent(rank) for rank in range(dp_size)] == [[4 * n] if n else [] for n in expected]
     assert sent(None) == [4 * max(expected)]
 
 
+def test_with_zero1_the_update_is_that_of_the_rank_with_most_tensors_among_those_with_most_elements() -> None:
+    config, dp_size = paper_model("bert_1.3b"), 8  # of whose ranks several have equally many elements
+    with torch.device("meta"):
+        sizes = [param.numel() for param in build_model(config, ParallelContext(tp_size=2), seed=None).parameters()]
+    owners = assign_owners(sizes, dp_size)
+    elements = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == r) for r in range(dp_size)]
+    most, tensors = max(zip(elements, map(owners.count, range(dp_size)), strict=True))
+    layout = Layout(tp_size=2, dp_size=dp_size, zero1=True)
+    update = next(o for o in step_operations(training(config, 4, layout), layout) if o.kind == "optimizer")
+    assert update.launches == tensors + OPTIMIZER_LAUNCHES + -(-most // ELEMENTS_PER_LAUNCH)
+
+
 def test_the_chunked_loss_communicates_once_per_chunk() -> None:
     config = paper_model("gpt_2.5b")  # at 2 ranks 25,600 columns, so 2,048 rows at a time
-    sent = [c for c in micro_batch_collectives(config, Layout(tp_size=2), 5, 1000, "bf16") if c.what == "loss"]
-    assert [(c.count, c.num_bytes) for c in sent] == [(6, 2048 * 4), (3, 904 * 4)]
     assert_equal_to_trace(dataclasses.replace(config, num_layers=1), Layout(tp_size=2), 5, 1000, "bf16")
-    sent = [c for c in micro_batch_collectives(config, Layout(tp_size=2), 9, 1000, "bf16", True) if c.what == "loss"]
-    assert [(c.count, c.num_bytes) for c in sent] == [(3, 8192 * 4), (3, 808 * 4)]  # four times as many on a GPU
-
-
-def test_data_ranks_do_not_change_tensor_communication() -> None:
-    config = paper_model("gpt_2.5b")
-    two, four = (step_collectives(config, Layout(tp_size=2, dp_size=n), 4, 1, 1024, "bf16") for n in (2, 4))
-    assert two == four
-    alone = step_collectives(config, Layout(tp_size=2, dp_size=1), 4, 1, 1024, "bf16")
-    assert alone == tuple(a for a in two if a.group == "tensor")
+    # Four times as many rows at a time on a GPU.
+    for b, on_gpu, chunks in (5, False, [(6, 2048 * 4), (3, 904 * 4)]), (9, True, [(3, 8192 * 4), (3, 808 * 4)]):
+        sent = micro_batch_collectives(training(config, b, seq_length=1000, on_gpu=on_gpu), Layout(tp_size=2))
+        assert [(c.count, c.num_bytes) for c in sent if c.what == "loss"] == chunks

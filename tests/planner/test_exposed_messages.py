@@ -5,23 +5,21 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from paper_models import paper_model
+from paper_models import paper_model, training
 
 from lmscale.config import Layout
 from lmscale.config.cluster import load_cluster
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.layer_operations import LayerCounts
-from lmscale.planner.overlap import _pass, exposed_shares
+from lmscale.planner.overlap import _waits, exposed_shares
 
 CLUSTER = load_cluster(Path(__file__).parents[2] / "conf" / "cluster" / "h200.yaml")
 
 
 def waits(seconds: str, messages: list[str], each: float, parts: int) -> float:
     """Of operations of so many seconds (digits), some of which need a message from when they could begin."""
-    waited, total = Counter(), Counter()
     operations = [(float(time), what, what) for time, what in zip(seconds, messages, strict=True)]
-    _pass(operations, {"+": each}, parts, 1, waited, total)
-    return waited.total()
+    return sum(waited for _, waited in _waits(operations, {"+": each}, parts))
 
 
 CASES = {
@@ -41,7 +39,8 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
     name, changes = CASES[case]
     config = paper_model(name, norm_order=norm_order, **changes)
     layout = Layout(tp_size=4, dp_size=1, sequence_parallel=sequence)
-    layer = LayerCounts(config, config.placement, layout, 8, 512, dtype)
+    job = training(config, 8, dtype=dtype, seq_length=512, on_gpu=False)
+    layer = LayerCounts(job, layout, config.placement)
     found = Counter()
     for operations in (layer.forward("forward"), layer.backward()):
         under_way = Counter()
@@ -53,14 +52,14 @@ def test_a_layer_has_the_messages_of_the_plan(case: str, norm_order: str, sequen
                 under_way[o.needs] -= 1
                 assert under_way[o.needs] == 0  # it has started, once
         assert not any(under_way.values())
-    sent = micro_batch_collectives(config, layout, 8, 512, dtype)
+    sent = micro_batch_collectives(job, layout)
     layers = {c.what: c.count for c in sent if "attention and MLP" in c.what}
     assert found == {what: count for what, count in layers.items() if not what.endswith(", recomputed")}
 
 
 def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
     config, layout = paper_model("gpt_8.3b"), Layout(tp_size=8)
-    backward = LayerCounts(config, config.placement, layout, 8, 1024, "bf16").backward()
+    backward = LayerCounts(training(config, 8), layout, config.placement).backward()
     seconds = {o.name: o.seconds(CLUSTER, "bf16") + o.launch_s(CLUSTER) for o in backward}
     behind_mlp = seconds["MLP up, gradient of the weight"] + seconds["MLP LayerNorm, again"]
     behind_attention = seconds["QKV, gradient of the weight"]
@@ -68,7 +67,7 @@ def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
         expected = max(0.0, each - behind_mlp) + max(0.0, each - behind_attention)
         what = "gradients of attention and MLP inputs"
         message_s = dict.fromkeys(("attention and MLP outputs", what), each)
-        shares = exposed_shares(config, layout, 8, 1024, "bf16", CLUSTER, message_s)
+        shares = exposed_shares(training(config, 8), layout, CLUSTER, message_s)
         assert shares == pytest.approx({"attention and MLP outputs": 1.0, what: expected / (2 * each)})
 
 

@@ -44,21 +44,28 @@ def test_flops_equal_those_counted_in_a_real_step(recompute: str, ffn_hidden_siz
     assert hardware_flops_per_step(config, 13, 5) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize(
-    "name, dtype, tflops_per_s",
-    [
-        ("Tesla V100-SXM3-32GB", "fp16", 125.0),
-        ("Tesla V100-SXM3-32GB-H", "fp16", 130.0),
-        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
-        ("NVIDIA H100 PCIe", "fp16", 756.0),
-        ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
-        ("Tesla T4", "fp16", 65.0),
-        ("NVIDIA B200", "bf16", 2250.0),
-    ],
-)
-def test_devices_are_known_by_torchs_names(name: str, dtype: str, tflops_per_s: float) -> None:
-    assert dense_peak_flops_per_s(name, dtype) == tflops_per_s * 1e12
+PEAKS = {  # torch's name of a device, a type, and its TFLOP/s
+    ("Tesla V100-SXM3-32GB", "fp16"): 125.0,
+    ("Tesla V100-SXM3-32GB-H", "fp16"): 130.0,
+    ("NVIDIA H100 80GB HBM3", "bf16"): 989.4,
+    ("NVIDIA H100 PCIe", "fp16"): 756.0,
+    ("NVIDIA H200", "bf16"): 989.4,
+    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
+    ("Tesla T4", "fp16"): 65.0,
+    ("NVIDIA B200", "bf16"): 2250.0,
+    ("cpu", "fp32"): None,
+    ("NVIDIA H20", "bf16"): None,
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"): None,
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
+    ("NVIDIA A10G", "bf16"): None,
+    ("Tesla V100-SXM2-16GB", "bf16"): None,
+}
+
+
+def test_devices_are_known_by_torchs_names_and_others_have_no_peak() -> None:
+    assert {case: dense_peak_flops_per_s(*case) for case in PEAKS} == {
+        case: peak and peak * 1e12 for case, peak in PEAKS.items()
+    }
 
 
 def test_fp32_is_compared_with_tf32_only_if_products_may_use_it() -> None:
@@ -66,18 +73,3 @@ def test_fp32_is_compared_with_tf32_only_if_products_may_use_it() -> None:
     assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "fp32", "medium") == 156e12
     assert dense_peak_flops_per_s("Tesla V100-SXM2-32GB", "fp32", "medium") == 15.7e12
     assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "bf16", "medium") == 312e12
-
-
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        ("cpu", "fp32"),
-        ("NVIDIA H20", "bf16"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"),
-        ("NVIDIA A10G", "bf16"),
-        ("Tesla V100-SXM2-16GB", "bf16"),
-    ],
-)
-def test_an_unknown_device_or_type_has_no_peak(name: str, dtype: str) -> None:
-    assert dense_peak_flops_per_s(name, dtype) is None

@@ -2,15 +2,16 @@ import itertools
 
 import pytest
 import torch
-from paper_models import paper_model
+from paper_models import paper_model, training
 
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, SingleRankCommunicator, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.memory import GIB, estimate_memory
-from lmscale.planner.workload import Workload, rank_memory, smallest_layout, usable_bytes
+from lmscale.planner.memory import GIB, estimate_memory, usable_bytes
+from lmscale.planner.search import first_that_fits, powers_of_two
+from lmscale.planner.workload import Workload
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +89,7 @@ def test_activations_equal_those_saved_by_a_real_forward_pass(
     )
     gradient_of_rows = len(scored_places(config)) * 192 * DTYPES[dtype].itemsize  # which the loss keeps by itself
     measured = saved_bytes(config, dtype) + gradient_of_rows
-    estimated = estimate_memory(config, 1, BATCH, SEQUENCE, dtype, on_gpu=False).activations
+    estimated = estimate_memory(training(config, BATCH, dtype=dtype, on_gpu=False), Layout()).activations
     # A lower bound within 1 %: LayerNorm statistics, token ids and label indices are not counted.
     assert estimated <= measured <= 1.01 * estimated
 
@@ -107,7 +108,8 @@ DUMMY_CASES = [("sdpa", "fp32", 0.0), ("exact", "fp32", 0.1), ("sdpa", "bf16", 0
 def test_activations_of_dummy_heads_equal_those_saved_by_a_real_forward_pass(attention, dtype, dropout) -> None:
     config = small_model("gpt", attention=attention, attention_dropout=dropout)
     context = ParallelContext(1, 2, tp_communicator=Echo(), pad_heads=True)  # 2 and 1 of 3 heads
-    estimate = estimate_memory(config, 2, BATCH, SEQUENCE, dtype, on_gpu=False, pad_heads=True).activations
+    job = training(config, BATCH, dtype=dtype, on_gpu=False)
+    estimate = estimate_memory(job, Layout(tp_size=2, pad_heads=True)).activations
     gradient_of_rows = BATCH * SEQUENCE * 192 * DTYPES[dtype].itemsize  # which the loss keeps by itself
     assert estimate <= saved_bytes(config, dtype, context) + gradient_of_rows <= 1.01 * estimate
 
@@ -131,74 +133,61 @@ def test_weights_gradients_and_optimizer_equal_those_of_real_steps(dtype: str) -
     held = [*model.parameters(), *optimizer.tensors().values(), *optimizer.gradients().values()]
     held += [param.grad for param in model.parameters() if param.grad is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    estimate = estimate_memory(config, 1, BATCH, SEQUENCE, dtype)
+    estimate = estimate_memory(training(config, BATCH, dtype=dtype), Layout())
     assert sum(storages.values()) == estimate.weights + estimate.gradients + estimate.optimizer_state
 
 
 def test_tensor_parallelism_divides_sharded_activations_and_keeps_replicated_ones() -> None:
-    config = paper_model("gpt_8.3b")
-    one, two, eight = (estimate_memory(config, p, 1, 1024, "bf16").activations for p in (1, 2, 8))
+    job = training(paper_model("gpt_8.3b"), 1)
+    one, two, eight = (estimate_memory(job, Layout(tp_size=p)).activations for p in (1, 2, 8))
     replicated = 1024 * 3072 * (72 * 10 + 5)  # b s h x (10 per layer, 5 outside the layers)
     assert (one - replicated, two - replicated) == (8 * (eight - replicated), 4 * (eight - replicated))
 
 
 def test_the_total_is_the_peak() -> None:
     piece = 4 * 50 * 2**20 * 6 + 51200 * 1536 * 4  # logits and a temporary fp32 copy; sum of the weight gradient
-    large_batch = estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "bf16")
+    large_batch = estimate_memory(training(paper_model("gpt_1.2b"), 8), Layout())
     state = large_batch.weights + large_batch.gradients + large_batch.optimizer_state
     assert large_batch.total == state + large_batch.activations + piece
-    small_batch = estimate_memory(paper_model("gpt_355m"), 1, 1, 16, "fp32", accumulates=False)
+    small_batch = estimate_memory(training(paper_model("gpt_355m"), 1, dtype="fp32", seq_length=16), Layout())
     state = small_batch.weights + small_batch.gradients + small_batch.optimizer_state
     assert small_batch.total == state + small_batch.first_layer + small_batch.gradient_in_flight
-    alone, parallel = (estimate_memory(paper_model("gpt_1.2b"), 1, 8, 1024, "fp32", dp_size=n) for n in (1, 3))
+    wide = training(paper_model("gpt_1.2b"), 8, dtype="fp32", n=3)
+    alone, parallel = (estimate_memory(wide, Layout(dp_size=n)) for n in (1, 3))
     assert parallel.gradient_copy - alone.gradient_copy == 51200 * 1536 * 4  # before it is copied into the buffer
 
 
 def test_a_compiled_update_of_bf16_moments_has_no_temporaries() -> None:
     config = paper_model("gpt_1.2b", recompute="full")
     eager, compiled = (
-        estimate_memory(config, 1, 1, 1024, "bf16", half_moments=True, compiles=compiles) for compiles in (False, True)
+        estimate_memory(training(config, 1, half_moments=True, compiles=compiles), Layout())
+        for compiles in (False, True)
     )
     assert (eager.update > GIB, compiled.update) == (True, 0)
     assert compiled.total < eager.total - GIB
 
 
-def smallest(config: TransformerConfig, b: int, dtype: str, usable: int, **more: object) -> int | None:
-    job = Workload(config, b, b, 1024, dtype, 1)
-    found = smallest_layout(job, lambda tp: Layout(tp_size=tp), usable, on_gpu=True, **more)
-    return found and found.tp_size
+def smallest(job: Workload, usable: int, pad_heads: bool = False, largest: int | None = None) -> int | None:
+    layouts = [Layout(tp_size=p, pad_heads=pad_heads) for p in powers_of_two(job, pad_heads, largest)]
+    found = first_that_fits([(job, layout) for layout in layouts], usable)
+    return found and found[1].tp_size
 
 
-def test_the_smallest_layout_is_the_first_power_of_two_that_fits() -> None:
-    config = paper_model("gpt_8.3b")
-    needs = {p: estimate_memory(config, p, 4, 1024, "bf16", accumulates=False).total for p in (1, 2, 4, 8, 16, 32)}
-    assert smallest(config, 4, "bf16", needs[1]) == 1
-    assert smallest(config, 4, "bf16", needs[1] - 1) == 2
-    assert smallest(config, 4, "bf16", needs[4]) == 4
-    assert smallest(config, 4, "bf16", needs[32] - 1) is None
-    assert smallest(config, 4, "bf16", needs[4], largest=3) is None
-
-
-def test_an_indivisible_layout_is_never_proposed() -> None:
-    config = paper_model("gpt_2.5b")  # 20 heads
-    needs = estimate_memory(config, 4, 4, 1024, "bf16", accumulates=False).total
-    assert smallest(config, 4, "bf16", needs) == 4
-    assert smallest(config, 4, "bf16", needs - 1) is None
-    found = smallest_layout(
-        Workload(config, 4, 4, 1024, "bf16", 1), lambda tp: Layout(tp_size=tp, pad_heads=True), needs - 1, on_gpu=True
-    )
-    assert found.tp_size == 8
+def test_the_smallest_layout_is_the_first_power_of_two_that_divides_and_fits() -> None:
+    job = training(paper_model("gpt_8.3b"), 4)
+    needs = {p: estimate_memory(job, Layout(tp_size=p)).total for p in (1, 2, 4, 8, 16, 32)}
+    assert smallest(job, needs[1]) == 1
+    assert smallest(job, needs[1] - 1) == 2
+    assert smallest(job, needs[4]) == 4
+    assert smallest(job, needs[32] - 1) is None
+    assert smallest(job, needs[4], largest=3) is None
+    job = training(paper_model("gpt_2.5b"), 4)  # 20 heads
+    needed = estimate_memory(job, Layout(tp_size=4)).total
+    assert (smallest(job, needed), smallest(job, needed - 1)) == (4, None)
+    assert smallest(job, needed - 1, pad_heads=True) == 8
 
 
 def test_ranks_that_share_a_device_split_its_memory_and_each_hold_a_framework() -> None:
     assert usable_bytes(12 * GIB, on_gpu=False, num_ranks=3) == int(3.5 * GIB)
     assert usable_bytes(12 * GIB, on_gpu=True) == 10 * GIB
     assert usable_bytes(GIB, on_gpu=True) < 0
-
-
-@pytest.mark.parametrize("global_batch_size, dp_size, accumulates", [(8, 2, False), (16, 2, True), (8, 1, True)])
-def test_gradients_are_kept_only_with_accumulation(global_batch_size: int, dp_size: int, accumulates: bool) -> None:
-    config = paper_model("gpt_355m", recompute="full")
-    job = Workload(config, 4, global_batch_size, 1024, "fp32", 1)
-    found = rank_memory(job, Layout(tp_size=1, dp_size=dp_size), on_gpu=True)
-    assert found == estimate_memory(config, 1, 4, 1024, "fp32", dp_size, accumulates=accumulates)

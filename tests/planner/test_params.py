@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 from paper_models import SIZES, paper_model
-from sharding import count_model_parameters
 
+from lmscale.config import Layout
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.planner.params import count_parameters, parameter_sizes
+from lmscale.planner.params import count_parameters, rank_parameters
 
 NATURAL = {  # vocabulary of 50,257 (GPT) or 30,522 (BERT) rows
     "gpt_355m": 354_823_168,
@@ -44,47 +44,39 @@ def test_every_paper_model_has_its_published_count(vocab_multiple: int) -> None:
     assert padded("gpt_8.3b") == 8_317_040_640 and padded("bert_3.9b", 128) == 3_869_260_674
 
 
-@pytest.mark.parametrize("name, tp_size", LAYOUTS)
-def test_the_shards_sum_to_the_model_counting_replicated_parameters_once(name: str, tp_size: int) -> None:
-    count = count_parameters(paper_model(name), tp_size)
-    assert tp_size * count.sharded_per_rank + count.replicated == count.total == padded(name)
-    assert count.per_rank == count.sharded_per_rank + count.replicated < count.total
-
-
-@pytest.mark.parametrize("name", ["gpt_2.5b", "bert_752m"])
-def test_twenty_heads_over_eight_ranks_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"`num_attention_heads` must be a multiple of `tp_size` \(8\), but is 20"):
-        count_parameters(paper_model(name), 8)
+def test_the_shards_sum_to_the_model_counting_replicated_parameters_once() -> None:
+    for name, tp_size in LAYOUTS:
+        count = count_parameters(paper_model(name), Layout(tp_size=tp_size))
+        assert tp_size * count.sharded_per_rank + count.replicated == count.total == padded(name)
+        assert count.per_rank == count.sharded_per_rank + count.replicated < count.total
 
 
 @pytest.mark.parametrize("name", ["gpt_2.5b", "bert_752m"])
 def test_dummy_heads_are_in_every_rank_and_not_in_the_model(name: str) -> None:
-    config, count = paper_model(name), count_parameters(paper_model(name), 8, pad_heads=True)
+    config, layout = paper_model(name), Layout(tp_size=8, pad_heads=True)
+    count = count_parameters(config, layout)
     assert count.total == padded(name) and count.parts == count_parameters(config).parts
-    sizes = sorted(parameter_sizes(config, 8, pad_heads=True))
+    sizes = sorted(each.size for each in rank_parameters(config, layout))
     assert sum(sizes) == count.per_rank
     for rank in (0, 7):  # with 3 heads each, of which those of the last are dummies
         context = ParallelContext(rank, 8, pad_heads=True)
         parameters = list(build_model(config, context, seed=None, device="meta").parameters())
         assert sorted(param.numel() for param in parameters) == sizes
         assert sum(math.prod(param.shard.full_shape) for param in parameters) == count.total
-    with pytest.raises(ValueError, match=r"but is 20, which a run with `parallel.pad_heads=true` pads to 24"):
-        parameter_sizes(config, 8)
+    refused = r"\(8\), but is 20, which a run with `parallel.pad_heads=true` pads to 24"
+    with pytest.raises(ValueError, match="`num_attention_heads` must be a multiple of `tp_size` " + refused):
+        count_parameters(config, Layout(tp_size=8))
 
 
 @pytest.mark.parametrize("name", ["gpt_355m", "bert_3.9b"])
 @pytest.mark.parametrize("tp_size, norm_order", [(1, "pre"), (2, "post"), (8, "pre")])
-def test_the_formula_counts_the_real_module(name: str, tp_size: int, norm_order: str) -> None:
-    config = paper_model(name, norm_order=norm_order)
-    count = count_parameters(config, tp_size)
-    assert count_model_parameters(config, tp_size) == (count.sharded_per_rank, count.replicated)
-
-
-@pytest.mark.parametrize("tp_size", [1, 4])
-@pytest.mark.parametrize("norm_order", ["pre", "post"])
-@pytest.mark.parametrize("name", ["gpt_355m", "bert_336m"])
-def test_the_sizes_equal_those_of_the_models_parameters(name: str, norm_order: str, tp_size: int) -> None:
+def test_the_parameters_are_those_of_the_real_module(name: str, tp_size: int, norm_order: str) -> None:
+    """In the model's order before the heads: owners are assigned in it."""
     config = paper_model(name, norm_order=norm_order)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)
-    assert sorted(parameter_sizes(config, tp_size)) == sorted(param.numel() for param in model.parameters())
+    real = [(param.numel(), not param.shard.replicated) for param in model.parameters()]
+    planned = [(size, is_sharded) for _, size, is_sharded in rank_parameters(config, Layout(tp_size=tp_size))]
+    num_outside_heads = len(planned) - len(config.traits.head.parameters(1, 1))
+    assert real[:num_outside_heads] == planned[:num_outside_heads]
+    assert sorted(real) == sorted(planned)

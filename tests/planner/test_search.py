@@ -10,20 +10,18 @@ from test_step_time import CLUSTER
 
 from lmscale.config import Layout, Recompute
 from lmscale.config.cluster import Cluster, load_cluster
-from lmscale.config.layout import ParallelConfig
-from lmscale.planner.memory import GIB
-from lmscale.planner.plan import Plan, make_plan
+from lmscale.planner.memory import GIB, estimate_memory
+from lmscale.planner.plan import Plan
 from lmscale.planner.search import (
     largest_number,
     micro_batch_sizes,
     nearest_plan,
     rank_layouts,
     rank_on_machine,
-    smallest_need,
     suggest_layout,
     tensor_sizes,
 )
-from lmscale.planner.workload import Workload, rank_memory
+from lmscale.planner.workload import Workload
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 
@@ -33,37 +31,42 @@ def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Workload:
     return Workload(config, 1, batch, config.max_position_embeddings, "fp16", 1000)
 
 
-def every_plan(a_job: Workload, num_devices: int) -> list:
-    """Every layout of all `num_devices` that `make_plan` accepts, by brute force."""
+def every_plan(a_job: Workload, num_devices: int, zero1: bool = False) -> list[Plan]:
+    """Every layout of all `num_devices` that a `Plan` accepts, by brute force."""
     plans = []
     for tp_size, b, mode in itertools.product(range(1, num_devices + 1), range(1, 65), Recompute):
         if num_devices % tp_size == 0:
             try:
-                plans.append(
-                    make_plan(a_job.change(b, mode), Layout(tp_size=tp_size, dp_size=num_devices // tp_size), CLUSTER)
-                )
+                layout = Layout(tp_size=tp_size, dp_size=num_devices // tp_size, zero1=zero1)
+                plans.append(Plan(a_job.change(b, mode), layout, CLUSTER))
             except ValueError:
                 continue
     return plans
 
 
+def without_options(plans: tuple[Plan, ...]) -> list[Plan]:
+    return [plan for plan in plans if not (plan.layout.zero1 or plan.layout.batch_halves)]
+
+
 @pytest.mark.parametrize("name, num_devices", [("gpt_2.5b", 4), ("gpt_2.5b", 12), ("bert_336m", 16), ("gpt_8.3b", 16)])
 def test_the_first_of_a_ranking_is_the_fastest_layout_that_fits(name: str, num_devices: int) -> None:
-    ranking = rank_layouts(job(name, 64 if num_devices == 16 else 48), CLUSTER, num_devices)
-    fits = [plan for plan in every_plan(ranking.fitting[0].job, num_devices) if plan.missing_bytes <= 0]
+    a_job = job(name, 64 if num_devices == 16 else 48)
+    ranking = rank_layouts(a_job, CLUSTER, num_devices, Layout())
+    plain = without_options(ranking.fitting)
+    fits = [plan for plan in every_plan(a_job, num_devices) if plan.missing_bytes <= 0]
     # Brute force also tries micro-batches of 3, 6, 12 and so on, which a ranking does not.
     powers = [plan for plan in fits if plan.job.micro_batch_size in (1, 2, 4, 8, 16, 32, 64)]
-    assert ranking.fitting[0].time.total == min(plan.time.total for plan in powers)
-    assert {(plan.layout, plan.job) for plan in ranking.fitting} >= {(plan.layout, plan.job) for plan in powers}
+    assert plain[0].time.total == min(plan.time.total for plan in powers)
+    assert {(plan.layout, plan.job) for plan in plain} >= {(plan.layout, plan.job) for plan in powers}
     assert all(plan.num_devices == num_devices and plan.missing_bytes <= 0 for plan in ranking.fitting)
 
 
 def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:
-    ranking = rank_layouts(job("gpt_8.3b", 64), CLUSTER, 16)
+    ranking = rank_layouts(job("gpt_8.3b", 64), CLUSTER, 16, Layout())
     sizes = {plan.layout.tp_size for plan in ranking.too_large}
-    assert sizes == {1, 2} and not sizes & {plan.layout.tp_size for plan in ranking.fitting}
+    assert sizes == {1} and not sizes & {plan.layout.tp_size for plan in ranking.fitting}
     for plan in ranking.too_large:
-        same = [p for p in every_plan(plan.job, 16) if p.layout.tp_size == plan.layout.tp_size]
+        same = [p for p in every_plan(plan.job, 16, zero1=True) if p.layout.tp_size == plan.layout.tp_size]
         assert plan.missing_bytes == min(p.missing_bytes for p in same) > 0
 
 
@@ -89,11 +92,10 @@ def test_the_nearest_layout_keeps_the_options() -> None:
 
 
 def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
-    vast = job(hidden_size=19200, num_layers=120)
+    vast, halves = job(batch=3, hidden_size=19200, num_layers=120), Layout(batch_halves=True)
     assert nearest_plan(vast, Layout(), CLUSTER) is None
-    least = smallest_need(vast, Layout(), CLUSTER)
-    assert (least.layout.tp_size, least.layout.dp_size) == (20, 1)
-    assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in suggest_layout(vast, Layout(), CLUSTER)
+    answer = suggest_layout(vast, halves, CLUSTER)  # which the batch forbids
+    assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in answer and "halves" not in answer
 
 
 def test_zero1_fits_a_model_on_data_ranks() -> None:
@@ -102,55 +104,40 @@ def test_zero1_fits_a_model_on_data_ranks() -> None:
     assert nearest_plan(whole, Layout(), small) is None
     found = nearest_plan(whole, Layout(zero1=True), small)
     assert found.layout.dp_size > 1 and found.missing_bytes <= 0
-    least = smallest_need(whole, Layout(zero1=True), small)
-    assert (least.layout.dp_size, least.job.micro_batch_size) == (8, 1)
+    tiny = dataclasses.replace(CLUSTER, memory_gib=2.0)
+    least = "needs least memory, parallel.tp_size=1 parallel.dp_size=8 micro_batch_size=1"
+    assert least in suggest_layout(whole, Layout(zero1=True), tiny)
 
 
 @pytest.mark.parametrize(
-    "batch, seq_length, options, dropped",
+    "seq_length, dropped",
     [
-        (3, 1024, ("batch_halves", "sequence_parallel"), "parallel.batch_halves=true"),
-        (
-            3,
-            1023,
-            ("batch_halves", "sequence_parallel"),
-            "parallel.batch_halves=true and parallel.sequence_parallel=true",
-        ),
+        (1024, "parallel.batch_halves=true; without it"),
+        (1023, "parallel.batch_halves=true and parallel.sequence_parallel=true; without them"),
     ],
 )
-def test_an_option_that_no_layout_allows_is_named(batch: int, seq_length: int, options: tuple, dropped: str) -> None:
-    odd = dataclasses.replace(job("gpt_8.3b", batch), seq_length=seq_length)
-    wanted = Layout(tp_size=8, dp_size=1, **dict.fromkeys(options, True))
-    answer = suggest_layout(odd, wanted, CLUSTER)
-    pronoun = "them" if " and " in dropped else "it"
-    start = f"no layout works with {dropped}; without {pronoun} the nearest layout that works is parallel.tp_size=8"
-    assert answer.startswith(start)
-    kept = [name for name in options if f"parallel.{name}=true" not in dropped]
-    assert all(f" parallel.{name}=true" in answer.split("; ")[1] for name in kept)
-
-
-def test_the_least_memory_does_not_depend_on_an_option_that_the_batch_forbids() -> None:
-    vast = job(batch=3, hidden_size=19200, num_layers=120)
-    least = smallest_need(vast, Layout(batch_halves=True), CLUSTER)
-    assert least.layout == Layout(tp_size=20, dp_size=1)
+def test_an_option_that_no_layout_allows_is_named(seq_length: int, dropped: str) -> None:
+    odd = dataclasses.replace(job("gpt_8.3b", 3), seq_length=seq_length)
+    answer = suggest_layout(odd, Layout(tp_size=8, batch_halves=True, sequence_parallel=True), CLUSTER)
+    found = answer.removeprefix(f"no layout works with {dropped} the nearest layout that works is ")
+    assert found.startswith("parallel.tp_size=8")
+    assert ("parallel.sequence_parallel=true" in found) == ("sequence_parallel" not in dropped)
 
 
 def test_only_sizes_that_divide_are_tried() -> None:
-    assert tensor_sizes(job(), 4096) == [1, 2, 4, 5, 10, 20]
-    assert tensor_sizes(job(), 4) == [1, 2, 4]
-    assert tensor_sizes(job(), 4096, pad_heads=True) == [1, 2, 4, 5, 8, 10, 16, 20]  # not 6 for the MLP
+    assert tensor_sizes(job(), False, 4096) == [1, 2, 4, 5, 10, 20]
+    assert tensor_sizes(job(), False, 4) == [1, 2, 4]
+    assert tensor_sizes(job(), True, 4096) == [1, 2, 4, 5, 8, 10, 16, 20]  # not 6 for the MLP
     assert micro_batch_sizes(job(), Layout(tp_size=1, dp_size=4)) == [1, 2, 4, 12]
     assert micro_batch_sizes(job(), Layout(tp_size=1, dp_size=7)) == []
     assert micro_batch_sizes(job(), Layout(tp_size=2, dp_size=4, batch_halves=True)) == [2, 4, 12]
     assert micro_batch_sizes(job(), Layout(tp_size=5, dp_size=4, sequence_parallel=True)) == []  # of 1,024 tokens
-    assert largest_number(job(), CLUSTER) == 960  # 20 x 48
+    assert largest_number(job(), CLUSTER, Layout()) == 960  # 20 x 48
 
 
 def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
-    without, padded = (
-        {plan.layout.tp_size: plan for plan in rank_layouts(job(), CLUSTER, 16, ParallelConfig(pad_heads=on)).fitting}
-        for on in (False, True)
-    )
+    rankings = (rank_layouts(job(), CLUSTER, 16, Layout(pad_heads=on)) for on in (False, True))
+    without, padded = ({plan.layout.tp_size: plan for plan in without_options(ranking.fitting)} for ranking in rankings)
     assert without.keys() == {2, 4} and padded.keys() == {2, 4, 8, 16}
     assert all(without[tp_size].time == padded[tp_size].time for tp_size in without)
     assert "pad_heads" not in without[4].overrides + padded[4].overrides
@@ -164,8 +151,8 @@ def test_only_a_request_for_padded_heads_is_answered_with_them() -> None:
 
 def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and_above() -> None:
     with pytest.raises(ValueError, match="but is 7; a layout fits with num_devices=6, num_devices=8$"):
-        rank_layouts(job(), CLUSTER, 7)
-    halves = ParallelConfig(batch_halves=True)
+        rank_layouts(job(), CLUSTER, 7, Layout())
+    halves = Layout(batch_halves=True)
     with pytest.raises(
         ValueError, match=r"is above 1\), but is 14; a layout fits with num_devices=7, global_batch_size=14$"
     ):
@@ -173,18 +160,14 @@ def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and
     assert {plan.layout.tp_size for plan in rank_layouts(job("bert_336m", 7), CLUSTER, 7, halves).fitting} == {1}
 
 
-def test_days_tokens_and_energy_follow_from_the_step() -> None:
-    plan = make_plan(job().change(2, Recompute.FULL), Layout(tp_size=2, dp_size=4), CLUSTER)
-    assert plan.num_micro_batches == 6
-    assert plan.tokens_per_s * plan.time.total == pytest.approx(48 * 1024)
-    assert plan.days * 86400 == pytest.approx(1000 * plan.time.total)
-    assert plan.energy_mwh is None
+def test_the_mfu_follows_from_the_step() -> None:
+    plan = Plan(job().change(2, Recompute.FULL), Layout(tp_size=2, dp_size=4), CLUSTER)
     assert plan.mfu * plan.time.total * 8 * 200e12 == pytest.approx(plan.model_flops)
 
 
 def machine_layouts(cluster: Cluster) -> dict[tuple, Plan]:
-    a_job = dataclasses.replace(job("gpt_355m", 16, num_layers=4), dtype="bf16", micro_batch_size=2)
-    plans = rank_on_machine(a_job, cluster, 2, ParallelConfig(), [Recompute.NONE])
+    a_job = dataclasses.replace(job("gpt_355m", 16, num_layers=4), dtype="bf16", on_gpu=cluster.is_gpu).change(2)
+    plans = rank_on_machine([a_job], cluster, 2, Layout())
     assert [plan.time.total for plan in plans] == sorted(plan.time.total for plan in plans)
     assert all(plan.job == a_job for plan in plans)
     return {(p.layout.tp_size, p.layout.dp_size, p.layout.zero1, p.layout.batch_halves): p for p in plans}
@@ -197,31 +180,20 @@ def test_two_cores_have_four_layouts_and_two_gpus_too() -> None:
     assert on_cores.keys() == data | {(2, 1, no, no), (1, 1, no, no)}
     assert machine_layouts(gpu).keys() == data | {(2, 1, no, no), (2, 1, no, yes)}
     # A rank of two threads: the work of one thread in half the time, and the memory of both.
-    alone, one = on_cores[1, 1, no, no], make_plan(on_cores[1, 1, no, no].job, Layout(), cpu)
+    alone, one = on_cores[1, 1, no, no], Plan(on_cores[1, 1, no, no].job, Layout(), cpu)
     assert alone.time.matmul == pytest.approx(one.time.matmul / 2) and alone.time.overhead == one.time.overhead
     assert alone.cluster.usable_bytes == pytest.approx(2 * 12 * GIB - GIB / 2)
     assert alone.needed_bytes == one.needed_bytes
 
 
-def test_a_machine_has_layouts_with_padded_heads_only_on_request() -> None:
-    odd = job("gpt_355m", 6, num_layers=1, hidden_size=960, num_attention_heads=15)
-    a_job, cpu = dataclasses.replace(odd, dtype="fp32", micro_batch_size=6), load_cluster(CLUSTERS / "cpu.yaml")
-    for pad_heads, sizes in ((False, {1}), (True, {1, 2})):
-        plans = rank_on_machine(a_job, cpu, 2, ParallelConfig(pad_heads=pad_heads), [Recompute.NONE])
-        assert {plan.layout.tp_size for plan in plans} == sizes
-
-
 def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:
     cpu = load_cluster(CLUSTERS / "cpu.yaml")
-    request, modes = ParallelConfig(), [Recompute.NONE, Recompute.FULL]
-    a_job = dataclasses.replace(job("gpt_355m", 6), dtype="fp32", micro_batch_size=6)
-    assert {p.layout for p in rank_on_machine(a_job, cpu, 2, request, modes)} == {
-        Layout(),
-        Layout(tp_size=2),
-    }
-    needed = rank_memory(a_job.change(recompute=Recompute.NONE), Layout(tp_size=2), False).total
+    a_job = dataclasses.replace(job("gpt_355m", 6), dtype="fp32", on_gpu=False).change(6)
+    jobs = [a_job, a_job.change(recompute=Recompute.FULL)]
+    assert {p.layout for p in rank_on_machine(jobs, cpu, 2, Layout())} == {Layout(), Layout(tp_size=2)}
+    needed = estimate_memory(a_job, Layout(tp_size=2)).total
     small = dataclasses.replace(cpu, memory_gib=0.5 + (needed - 1) / GIB)
-    assert {(p.layout.tp_size, p.recompute) for p in rank_on_machine(a_job, small, 2, request, modes)} == {
+    assert {(p.layout.tp_size, p.recompute) for p in rank_on_machine(jobs, small, 2, Layout())} == {
         (1, Recompute.NONE),  # with the memory of both cores
         (2, Recompute.FULL),
     }

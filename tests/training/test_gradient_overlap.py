@@ -16,6 +16,7 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import step_collectives
+from lmscale.planner.workload import Workload
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -167,7 +168,8 @@ def test_the_pieces_match_the_planner(by_rank, monkeypatch, architecture, kind) 
     monkeypatch.setattr(partition, "PIECE_ELEMENTS", PIECE)
     dtype, zero1 = kind
     sent = by_rank[0][0][architecture, dtype, zero1][1]
-    formula = step_collectives(small_config(architecture), Layout(dp_size=2, zero1=zero1), 5, 2, 13, dtype)
+    job = Workload(small_config(architecture), 5, 20, 13, dtype, on_gpu=False)
+    formula = step_collectives(job, Layout(dp_size=2, zero1=zero1))
     expected = {(c.kind, c.num_bytes): STEPS * c.count for c in formula if c.phase == "gradients"}
     assert sent == expected and sent.total() > 10 * STEPS
 

@@ -5,11 +5,13 @@ import torch
 from runs import read_rows, read_tensors, run_jobs, tiny_run
 from sharding import small_config
 
+from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, ShardSpec
 from lmscale.parallel.rng import counter_bits
 from lmscale.planner.memory import estimate_memory
+from lmscale.planner.workload import Workload
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.step import adamw as adamw_module
@@ -141,7 +143,8 @@ def test_the_state_has_the_estimated_size(name, state) -> None:
     moments = [tensor for key, tensor in optimizer.tensors().items() if key.startswith("exp_avg")]
     count = sum(param.numel() for param in model.parameters())
     assert sum(tensor.numel() * tensor.element_size() for tensor in moments) == 4 * count
-    assert estimate_memory(small_config("gpt"), 1, 1, 8, name, half_moments=True).optimizer_state == state * count
+    job = Workload(small_config("gpt"), 1, 1, 8, name, half_moments=True)
+    assert estimate_memory(job, Layout()).optimizer_state == state * count
 
 
 def test_other_moment_types_are_refused() -> None:

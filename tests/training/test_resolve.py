@@ -13,7 +13,8 @@ from runs import tiny_run
 from lmscale.config import Layout, Recompute
 from lmscale.config.layout import ParallelConfig
 from lmscale.launcher import World
-from lmscale.planner.workload import rank_memory, usable_bytes
+from lmscale.planner.memory import estimate_memory, usable_bytes
+from lmscale.planner.workload import Workload
 from lmscale.training import accelerator, fit, pretrain, resolve
 from lmscale.training.announcement import describe_idle_gpus
 from lmscale.training.checkpoints import resuming
@@ -37,9 +38,9 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
 def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_path, gpu_of) -> None:
     changes = {"optimizer__moments": "bf16", "precision__dtype": "bf16", "micro_batch_size": 1}
     run = tiny_run("gpt", tmp_path, compile="auto", parallel__tp_size="auto", **changes)
-    job = fit.workload_of(run)
+    job = Workload.of(run)
     eager, compiled = (
-        rank_memory(dataclasses.replace(job, compiles=compiles), Layout(), True).total for compiles in (False, True)
+        estimate_memory(dataclasses.replace(job, compiles=compiles), Layout()).total for compiles in (False, True)
     )
     assert compiled < eager  # whose update of bf16 moments has temporaries
     gpu_of(compiled)
@@ -58,9 +59,9 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
     monkeypatch.setattr(resuming, "read_metadata", lambda path: before)
     monkeypatch.setattr(resuming, "find_checkpoint", lambda run: "checkpoint")
-    job = fit.workload_of(run, attention="exact")
+    job = Workload.of(run, attention="exact")
     none, selective = (
-        rank_memory(job.change(recompute=mode), Layout(), True).total for mode in (Recompute.NONE, Recompute.SELECTIVE)
+        estimate_memory(job.change(recompute=mode), Layout()).total for mode in (Recompute.NONE, Recompute.SELECTIVE)
     )
     assert selective < none
     gpu_of(none - 1)  # enough for a fused core
@@ -111,14 +112,14 @@ def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, mo
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
     sizes = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__tp_size": "auto", "parallel__batch_halves": True}
     run = tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes)
-    needed = rank_memory(fit.workload_of(run), Layout(), True).total
+    needed = estimate_memory(Workload.of(run), Layout()).total
     gpu_of(needed)
     assert resolve.check(run).layout == Layout(tp_size=1, dp_size=1, batch_halves=True)
     gpu_of(needed - 1)
     with pytest.raises(ValueError, match="^`micro_batch_size` must be even with `parallel.batch_halves`, but is 3$"):
         resolve.check(run)
     even = dataclasses.replace(run, micro_batch_size=2)
-    gpu_of(rank_memory(fit.workload_of(even), Layout(), True).total - 1)
+    gpu_of(estimate_memory(Workload.of(even), Layout()).total - 1)
     assert resolve.check(even).layout == Layout(tp_size=2, dp_size=1, batch_halves=True)
 
 

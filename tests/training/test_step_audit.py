@@ -17,6 +17,7 @@ from ranks import run_ranks
 from runs import _train_all, tiny_run
 
 from lmscale.planner.communication import step_collectives
+from lmscale.planner.workload import Workload
 from lmscale.training import pretrain as entry
 from lmscale.training.resolve import ResolvedRun, resolve
 
@@ -48,8 +49,8 @@ EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER), "data": ("all_reduce", NUMBER
 def planned(job: ResolvedRun, dp_rank: int) -> Counter:
     """The planner's collectives of a step of a data rank, (kind, group, bytes)."""
     found, run = Counter(), job.run
-    sizes = run.micro_batch_size, job.batch.num_micro_batches, run.data.seq_length
-    for c in step_collectives(job.model, job.layout, *sizes, "fp64", dp_rank=dp_rank):
+    sizes = run.micro_batch_size, run.global_batch_size, run.data.seq_length
+    for c in step_collectives(Workload(job.model, *sizes, "fp64", on_gpu=False), job.layout, dp_rank):
         found[c.kind, c.group, c.num_bytes] += c.count
     return found
 

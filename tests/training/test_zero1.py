@@ -20,6 +20,7 @@ from lmscale.parallel.shard_spec import ShardSpec
 from lmscale.partition import assign_owners, part_sizes
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.memory import estimate_memory
+from lmscale.planner.workload import Workload
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.step.gradient_buffer import GradientBuffer
@@ -141,11 +142,11 @@ def _sent(rank: int) -> Counter:
 
 def test_an_update_issues_the_collectives_of_the_formula() -> None:
     (found, *_) = run_ranks(_sent, 3)
-    layout = Layout(dp_size=3, zero1=True)
-    formula = step_collectives(small_config("gpt"), layout, 1, 1, 13, "bf16")
+    job = Workload(small_config("gpt"), 1, 3, 13, "bf16")
+    formula = step_collectives(job, Layout(dp_size=3, zero1=True))
     expected = {(c.kind, c.num_bytes): c.count for c in formula if c.kind in ("reduce", "broadcast")}
     assert dict(found) == expected != {}
-    plain = step_collectives(small_config("gpt"), Layout(dp_size=3), 1, 1, 13, "bf16")
+    plain = step_collectives(job, Layout(dp_size=3))
     assert sum(c.total_bytes for c in formula if c.kind == "reduce") == sum(
         c.total_bytes for c in plain if c.phase == "gradients"
     )
@@ -167,8 +168,8 @@ def _held_bytes(rank: int, dtype: torch.dtype, name: str, dp_size: int = 2) -> i
 def test_a_rank_holds_the_estimated_bytes(name) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     fullest = max(run_ranks(_held_bytes, 2, dtype, name))
-    estimate = estimate_memory(small_config("gpt"), 1, 1, 8, name, 2, zero1=True)
-    plain = estimate_memory(small_config("gpt"), 1, 1, 8, name, 2)
+    job = Workload(small_config("gpt"), 1, 2, 8, name)
+    estimate, plain = (estimate_memory(job, Layout(dp_size=2, zero1=zero1)) for zero1 in (True, False))
     assert fullest == estimate.weights + estimate.gradients + estimate.optimizer_state
     assert estimate.optimizer_state < 0.7 * plain.optimizer_state
 

@@ -209,6 +209,12 @@ class ModelConfig(Checked):
         """Width of all `padded_heads`: h, and d for each dummy."""
         return self.padded_heads(tp_size) * self.head_size
 
+    def tensor_parallel_sizes(self, pad_heads: bool = False) -> list[int]:
+        """Every `tp_size` that cuts this model into equal shards, ascending; see `check_tensor_parallel`."""
+        rows = self.vocab_multiple if self.vocab_size is None else self.padded_vocab_size
+        common = math.gcd(0 if pad_heads else self.num_attention_heads, self.ffn_size, rows)
+        return [n for n in range(1, common + 1) if common % n == 0]
+
     def check_tensor_parallel(self, tp_size: int, pad_heads: bool = False) -> None:
         """Refuse a `tp_size` that cannot cut this model into equal shards.
 
@@ -219,13 +225,14 @@ class ModelConfig(Checked):
             ValueError: names the first of heads, MLP width and (if known) vocabulary rows that `tp_size` does not
                 divide, and the sizes that divide all; for heads also the key, where padding them is enough.
         """
-        rows = self.vocab_multiple if self.vocab_size is None else self.padded_vocab_size
+        sizes = self.tensor_parallel_sizes(pad_heads)
+        if tp_size in sizes:
+            return
+        valid = f"valid sizes: {', '.join(map(str, sizes))}"
         heads = self.padded_heads(tp_size) if pad_heads else self.num_attention_heads
-        common = math.gcd(0 if pad_heads else heads, self.ffn_size, rows)
-        valid = f"valid sizes: {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"
         if heads % tp_size:
             way_out = ""
-            if self.ffn_size % tp_size == rows % tp_size == 0:
+            if tp_size in self.tensor_parallel_sizes(pad_heads=True):
                 way_out = f", which a run with `parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}"
             raise ValueError(
                 f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}{way_out}; {valid}"
@@ -234,7 +241,7 @@ class ModelConfig(Checked):
             raise ValueError(
                 f"`ffn_hidden_size` must be a multiple of `tp_size` ({tp_size}), but is {self.ffn_size}; {valid}"
             )
-        if self.vocab_size is not None and self.padded_vocab_size % tp_size:
+        if self.vocab_size is not None:
             raise ValueError(
                 f"`vocab_multiple` must pad the vocabulary to a multiple of `tp_size` ({tp_size}) rows, "
                 f"but {self.vocab_multiple} pads it to {self.padded_vocab_size}; {valid}"

@@ -8,10 +8,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ..config import Layout, Recompute, TransformerConfig
-from ..partition import assign_owners, buffer_pieces, part_sizes, rows_at_once
-from .flops import num_recomputed_whole, scored_tokens
-from .memory import BYTES, FP32_BYTES
-from .params import count_parameters, parameter_sizes, parameters_in_order
+from ..partition import buffer_pieces, rows_at_once
+from .flops import num_recomputed_whole
+from .params import count_parameters, owned_parameters
+from .workload import Workload
 
 OUTPUTS, INPUTS, INPUTS_AGAIN = (f"attention and MLP {what}" for what in ("outputs", "inputs", "inputs, again"))
 OUTPUT_GRADIENTS, INPUT_GRADIENTS = (f"gradients of attention and MLP {what}" for what in ("outputs", "inputs"))
@@ -60,31 +60,19 @@ class Collective:
         return self.count * self.num_bytes
 
 
-def micro_batch_collectives(
-    config: TransformerConfig,
-    layout: Layout,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: str,
-    on_gpu: bool = False,
-) -> tuple[Collective, ...]:
+def micro_batch_collectives(job: Workload, layout: Layout) -> list[Collective]:
     """Collectives of the tensor group in the forward and backward pass of one micro-batch; none for one rank.
 
     Forward: 2 all-reduces per layer (g after attention and MLP) and 1 of the embedding. Backward: 2 per layer (f) and 1
     of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
     repeats the forward's, except that in eager layers without hidden dropout torch's checkpoint stops once it has what
-    the backward pass needs: in a pre-norm layer that is before the last all-reduce. The loss: 3 of b s (BERT: m)
-    numbers in fp32 (maximum, sum, picked logit), never of b s v, for the `rows_at_once` of the device.
+    the backward pass needs: in a pre-norm layer that is before the last all-reduce. Layers on a GPU count as compiled,
+    which are recomputed to their end. The loss: 3 of b s (BERT: m) numbers in fp32 (maximum, sum, picked logit), never
+    of b s v, for the `rows_at_once` of the device.
 
     With sequence parallelism each g is a reduce-scatter and, backward, an all-gather; each f an all-gather and,
     backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer. With
     `batch_halves` those of the layers are twice as many and half as large.
-
-    Args:
-        micro_batch_size: sequences b.
-        seq_length: tokens s.
-        dtype: of the activations: fp64, fp32, bf16, fp16 or fp8, which travels as bf16.
-        on_gpu: the loss has larger pieces there, and layers are compiled, so that they are recomputed to their end.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
@@ -92,46 +80,30 @@ def micro_batch_collectives(
     Source: section 3, Figures 3 and 4; Korthikanti et al. 2022, section 4.2.2; those of the recomputation were counted
     in a traced run.
     """
+    config, parts, width = job.config, layout.batch_parts, job.config.hidden_size * job.weight_bytes
     config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.tp_size == 1:
-        return ()
-    large = micro_batch_size * seq_length * config.hidden_size * BYTES[dtype]
-    num_scored = micro_batch_size * scored_tokens(config, seq_length)
-    scored = num_scored * config.hidden_size * BYTES[dtype]
-    columns = config.padded_vocab_size // layout.tp_size
-    return (
-        *_model_collectives(config, layout, large, on_gpu),
-        *_loss_all_reduces(num_scored, rows_at_once(columns, on_gpu), max(FP32_BYTES, BYTES[dtype])),
-        Collective("gradient of the output projection", "all_reduce", "tensor", "backward", 1, scored),
-    )
-
-
-def _model_collectives(config: TransformerConfig, layout: Layout, num_bytes: int, compiled: bool) -> list[Collective]:
-    """Those of embedding and layers, whose whole tensor has `num_bytes`."""
-    parts, recomputed, found = layout.batch_parts, [], []
+        return []
+    found, recomputed, per_layer = [], [], 2 * parts * config.num_layers
     for what, kind, phase, is_of_layers in _SEQUENCE if layout.cuts_sequence else _PLAIN:
-        if not is_of_layers:
-            found.append(Collective(what, kind, "tensor", phase, 1, num_bytes))
-            continue
-        count = 2 * parts * config.num_layers
-        found.append(Collective(what, kind, "tensor", phase, count, num_bytes // parts))
-        if phase == "forward" and config.recompute is Recompute.FULL:
-            if what == OUTPUTS and not compiled:  # the last one of a layer, of the second half, may not be needed
-                count -= config.num_layers - num_recomputed_whole(config)
-            recomputed.append(Collective(f"{what}, recomputed", kind, "tensor", "backward", count, num_bytes // parts))
-    return found + recomputed
+        number, num_bytes = (per_layer, job.tokens * width // parts) if is_of_layers else (1, job.tokens * width)
+        found.append(Collective(what, kind, "tensor", phase, number, num_bytes))
+        if is_of_layers and phase == "forward" and config.recompute is Recompute.FULL:
+            if what == OUTPUTS and not job.on_gpu:  # the last one of a layer, of the second half, may not be needed
+                number -= config.num_layers - num_recomputed_whole(config)
+            recomputed.append(Collective(f"{what}, recomputed", kind, "tensor", "backward", number, num_bytes))
+    at_once = rows_at_once(config.padded_vocab_size // layout.tp_size, job.on_gpu)
+    pieces = [(job.num_scored // at_once, at_once), (1, job.num_scored % at_once)]
+    loss = [
+        Collective("loss", "all_reduce", "tensor", "forward", 3 * number, rows * job.wide_bytes)
+        for number, rows in pieces
+        if number * rows
+    ]
+    what, num_bytes = "gradient of the output projection", job.num_scored * width
+    return [*found, *recomputed, *loss, Collective(what, "all_reduce", "tensor", "backward", 1, num_bytes)]
 
 
-def step_collectives(
-    config: TransformerConfig,
-    layout: Layout,
-    micro_batch_size: int,
-    num_micro_batches: int,
-    seq_length: int,
-    dtype: str,
-    on_gpu: bool = False,
-    dp_rank: int | None = None,
-) -> tuple[Collective, ...]:
+def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None) -> list[Collective]:
     """Collectives of one rank in one optimizer step.
 
     Those of every micro-batch; the gradients over the data group in `buffer_pieces`, 4 N bytes for half types (added
@@ -141,56 +113,44 @@ def step_collectives(
     watchdog and of the replica check.
 
     Args:
-        num_micro_batches: forward passes of a step.
         dp_rank: of the rank; with ZeRO stage 1 data ranks own different parameters. None: the one that sends most.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
-    once = micro_batch_collectives(config, layout, micro_batch_size, seq_length, dtype, on_gpu)
-    found = [dataclasses.replace(c, count=c.count * num_micro_batches) for c in once]
+    number = job.num_micro_batches(layout)
+    found = [dataclasses.replace(c, count=c.count * number) for c in micro_batch_collectives(job, layout)]
     if layout.cuts_optimizer:
-        found += _to_owners_and_back(config, layout, dtype)
+        found += _to_owners_and_back(job, layout)
     elif layout.dp_size > 1:
-        num_parameters = count_parameters(config, layout.tp_size, layout.pad_heads).per_rank
-        for size, n in Counter(buffer_pieces(num_parameters)).items():
-            num_bytes = size * max(FP32_BYTES, BYTES[dtype])
-            found.append(Collective("gradients", "all_reduce", "data", "gradients", n, num_bytes))
-    return (*found, *_small_collectives(config, layout, dtype, dp_rank))
-
-
-def _small_collectives(config: TransformerConfig, layout: Layout, dtype: str, dp_rank: int | None) -> list[Collective]:
-    """Those of a step besides its micro-batches' and the gradients over the data group: replicated gradients, norm."""
-    found, by_rank = [], replicated_parameters(config, layout) if layout.tp_size > 1 else [0] * layout.dp_size
-    num_replicated = max(by_rank) if dp_rank is None else by_rank[dp_rank]
-    if num_replicated:
-        num_bytes = num_replicated * max(FP32_BYTES, BYTES[dtype])
-        found.append(
-            Collective("gradients of replicated parameters", "all_reduce", "tensor", "gradients", 1, num_bytes)
-        )
+        pieces = Counter(buffer_pieces(count_parameters(job.config, layout).per_rank))
+        found += _equal("gradients", "all_reduce", "gradients", pieces, job.wide_bytes)
+    by_rank = replicated_parameters(job.config, layout) if layout.tp_size > 1 else [0] * layout.dp_size
+    replicated = (max(by_rank) if dp_rank is None else by_rank[dp_rank]) * job.wide_bytes
+    if replicated:
+        what = "gradients of replicated parameters"
+        found.append(Collective(what, "all_reduce", "tensor", "gradients", 1, replicated))
         if layout.cuts_sequence and layout.dp_size > 1 and not layout.cuts_optimizer:
-            what = "gradients of replicated parameters, from data rank 0"
-            found.append(Collective(what, "broadcast", "data", "gradients", 1, num_bytes))
+            found.append(Collective(f"{what}, from data rank 0", "broadcast", "data", "gradients", 1, replicated))
     for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
         if cuts:
             found.append(Collective("gradient norm", "all_reduce", group, "optimizer", 1, _GRADIENT_NORM_BYTES))
     return found
 
 
-def _to_owners_and_back(config: TransformerConfig, layout: Layout, dtype: str) -> list[Collective]:
+def _to_owners_and_back(job: Workload, layout: Layout) -> list[Collective]:
     """ZeRO stage 1: gradients to their owners, in fp32 at least and in pieces; weights from each owner, at once."""
-    sizes = parameter_sizes(config, layout.tp_size, layout.pad_heads)
-    parts = [size for size in part_sizes(sizes, layout.dp_size) if size]
-    pieces = [piece for size in parts for piece in buffer_pieces(size)]
-    ways = (
-        ("gradients to their owners", "reduce", "gradients", pieces, max(FP32_BYTES, BYTES[dtype])),
-        ("weights from their owners", "broadcast", "optimizer", parts, BYTES[dtype]),
-    )
+    parts = [sum(each.size for each in owned) for owned in owned_parameters(job.config, layout) if owned]
+    pieces = Counter(piece for part in parts for piece in buffer_pieces(part))
     return [
-        Collective(what, kind, "data", phase, count, size * num_bytes)
-        for what, kind, phase, sizes, num_bytes in ways
-        for size, count in Counter(sizes).items()
+        *_equal("gradients to their owners", "reduce", "gradients", pieces, job.wide_bytes),
+        *_equal("weights from their owners", "broadcast", "optimizer", Counter(parts), job.weight_bytes),
     ]
+
+
+def _equal(what: str, kind: str, phase: str, sizes: Counter, num_bytes: int) -> list[Collective]:
+    """Collectives over the data group, of equal sizes together; `num_bytes` per element."""
+    return [Collective(what, kind, "data", phase, count, size * num_bytes) for size, count in sizes.items()]
 
 
 def replicated_parameters(config: TransformerConfig, layout: Layout) -> list[int]:
@@ -202,18 +162,6 @@ def replicated_parameters(config: TransformerConfig, layout: Layout) -> list[int
     Returns:
         by data rank the number of elements: of all, with ZeRO stage 1 of those that it owns.
     """
-    parameters = parameters_in_order(config, layout.tp_size)
-    if not layout.cuts_optimizer:
-        return [sum(size for size, is_replicated in parameters if is_replicated)] * layout.dp_size
-    numbers = [0] * layout.dp_size
-    owners = assign_owners([size for size, _ in parameters], layout.dp_size)
-    for owner, (size, is_replicated) in zip(owners, parameters, strict=True):
-        numbers[owner] += size * is_replicated
-    return numbers
-
-
-def _loss_all_reduces(num_rows: int, at_once: int, num_bytes: int) -> list[Collective]:
-    pieces = [(num_rows // at_once, at_once), (1, num_rows % at_once)]
-    return [
-        Collective("loss", "all_reduce", "tensor", "forward", 3 * n, rows * num_bytes) for n, rows in pieces if n * rows
-    ]
+    owned = owned_parameters(config, layout)
+    found = [sum(each.size for each in parameters if not each.is_sharded) for parameters in owned]
+    return found if layout.cuts_optimizer else found * layout.dp_size

@@ -140,8 +140,7 @@ def dense_peak_flops_per_s(device_name: str, dtype: str, matmul_precision: str =
     for required, rates in _PEAKS:
         if words.issuperset(required):
             by_type = dict(zip(_COLUMNS, rates, strict=True))
-            rate = by_type[dtype]
-            if dtype == "fp32" and matmul_precision != "highest" and by_type["tf32"] is not None:
-                rate = by_type["tf32"]
+            uses_tf32 = dtype == "fp32" and matmul_precision != "highest" and by_type["tf32"] is not None
+            rate = by_type["tf32" if uses_tf32 else dtype]
             return None if rate is None else rate * TERA
     return None

@@ -7,11 +7,10 @@ b s / p.
 import dataclasses
 from typing import Any
 
-from ..config import Layout, Recompute, TransformerConfig
-from ..config.family import family_of
+from ..config import Layout, Recompute
 from .communication import INPUT_GRADIENTS, INPUTS, INPUTS_AGAIN, OUTPUT_GRADIENTS, OUTPUTS
-from .memory import BYTES
-from .operation import Core, Operation, elementwise, product
+from .operation import Core, Operation, product
+from .workload import Workload
 
 MAGNITUDE = ", largest magnitude"  # of what float8 gathers for a product, see `_magnitude`
 NORM_INPUT_BYTES = 4  # per element: the normalized input of the MLP's LayerNorm, recomputed in fp32
@@ -19,19 +18,18 @@ FLOAT8_LAUNCHES = 21, 13  # forward and backward, besides those in bf16
 
 
 class LayerCounts:
-    """The operations of one layer of `config` on one rank, in one of its `layer_placements`.
+    """The operations of one layer on one rank, on a micro-batch or, with `batch_halves`, on half of one.
 
     Args:
-        placement: the layer's `NormPlacement`.
-        b: sequences of a forward pass, or of half of one.
-        s: tokens of a sequence.
-        dtype: of weights and activations.
+        placement: the layer's `NormPlacement`, one of `layer_placements`.
     """
 
-    def __init__(self, config: TransformerConfig, placement: Any, layout: Layout, b: int, s: int, dtype: str) -> None:
-        p, self.float8 = layout.tp_size, dtype == "fp8"
-        self.config, self.placement, self.seq_length, self.e = config, placement, s, BYTES[dtype]
-        self.tokens, self.own = b * s, b * s // p if layout.cuts_sequence else b * s
+    def __init__(self, job: Workload, layout: Layout, placement: Any) -> None:
+        b = job.micro_batch_size // layout.batch_parts
+        part, config, p = job.change(b), job.config, layout.tp_size
+        self.config, self.placement, self.seq_length = config, placement, job.seq_length
+        self.e, self.float8 = job.weight_bytes, job.dtype == "fp8"
+        self.tokens, self.own = part.tokens, part.own_tokens(layout)
         self.width, self.mlp = config.hidden_size, config.ffn_size // p
         self.inner, self.batch_heads = config.padded_width(p) // p, b * config.padded_heads(p) // p
         self.mask = 1 if config.hidden_dropout > 0 else 0  # bytes of a kept dropout mask per element
@@ -50,19 +48,20 @@ class LayerCounts:
         """The forward pass, or its recomputation."""
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row = self.own * h
-        found = [elementwise("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
+        found = [Operation("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
         found += [*self._gathered(self._product("QKV", phase, t, 3 * a, h), INPUTS), *self._core(phase)]
         found.append(self._product("attention projection", phase, t, h, a))
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
-        found.append(elementwise(name, phase, row * 2 * e, row * (e + self.rounded_mask), small, OUTPUTS, OUTPUTS))
+        written, outputs = row * (e + self.rounded_mask), {"starts": OUTPUTS, "needs": OUTPUTS}
+        found.append(Operation(name, phase, row * 2 * e, written, small, **outputs))
         found += self._gathered(self._product("MLP up", phase, t, f, h), INPUTS)
-        found.append(elementwise("GELU", phase, t * f * e, t * f * e))
+        found.append(Operation("GELU", phase, t * f * e, t * f * e))
         found.append(self._product("MLP down", phase, t, h, f))
         name, read, written = "MLP dropout, residual, LayerNorm", row * 2 * e, row * (2 * e + self.mask)
         if self._is_pre:
             name, read, written = "MLP dropout, residual", row * (3 * e + self.rounded_mask), row * (e + self.mask)
-        found.append(elementwise(name, phase, read, written, 1, OUTPUTS, OUTPUTS))
+        found.append(Operation(name, phase, read, written, **outputs))
         found += self._more_norms(phase, row * e, row * e, 1)
         if self.float8:
             found.append(self._rounding_forward(phase))
@@ -75,26 +74,26 @@ class LayerCounts:
         found = self._end_backward(row)
         found += self._row_gradients("MLP down", t, h, f)
         again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
-        found.append(elementwise("GELU", "backward", 2 * t * f * e, t * f * e + again))
+        found.append(Operation("GELU", "backward", 2 * t * f * e, t * f * e + again))
         # Its first sum is in the kernel of the GELU's gradient, but not in float8, which rounds in between.
         read, launches = (t * f * e, 2) if self.float8 else (0, 1)
-        found.append(elementwise("MLP up, bias", "backward", read, 0, launches))
+        found.append(Operation("MLP up, bias", "backward", read, 0, launches))
         found += self._column_gradients("MLP up", "MLP input", t, f, h, again=(0, row * e, 0))
         wide = NORM_INPUT_BYTES
-        found.append(elementwise("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.rounded_mask + wide)))
+        found.append(Operation("MLP LayerNorm, again", "backward", row * 2 * e, row * (self.rounded_mask + wide)))
         kept = 0 if self._is_pre else self.mask
         written = 2 * e if self.mask else e
         name = "MLP LayerNorm, residual, dropout"
         read = row * (2 * e + wide + self.rounded_mask + kept)
-        found.append(elementwise(name, "backward", read, row * written, 3, needs=INPUT_GRADIENTS))
-        found.append(elementwise("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
+        found.append(Operation(name, "backward", read, row * written, 3, needs=INPUT_GRADIENTS))
+        found.append(Operation("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
         found += [*self._row_gradients("attention projection", t, h, a), *self._core("backward")]
         if not self.float8:  # which rounds the three gradients from where the core left them
-            found.append(elementwise("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
-        found.append(elementwise("QKV, bias", "backward", inner_gradient, 0, 2))
+            found.append(Operation("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
+        found.append(Operation("QKV, bias", "backward", inner_gradient, 0, 2))
         found += self._column_gradients("QKV", "attention input", t, 3 * a, h, again=(row * e, row * e, 1))
         name, read, launches = ("attention LayerNorm, residual", 3, 3) if self._is_pre else ("residual", 2, 1)
-        found.append(elementwise(name, "backward", row * read * e, row * e, launches, needs=INPUT_GRADIENTS))
+        found.append(Operation(name, "backward", row * read * e, row * e, launches, needs=INPUT_GRADIENTS))
         found += self._more_norms("backward", row * 2 * e, row * e, 3)
         if self.float8:
             found.append(self._rounding_backward())
@@ -109,23 +108,23 @@ class LayerCounts:
     def gradients_read_again(self) -> Operation:
         """Weight gradients of the first half, to which the products of the second add theirs."""
         num_weights = 4 * self.inner * self.width + 2 * self.mlp * self.width
-        return elementwise("weight gradients of the first half", "backward", num_weights * self.e, 0, 0)
+        return Operation("weight gradients of the first half", "backward", num_weights * self.e, 0, 0)
 
     def _end_backward(self, row: int) -> list[Operation]:
         """The start of the backward pass: dropout, or in post-norm LayerNorm, and the bias of the MLP."""
         e, mask = self.e, self.mask
         if not self._is_pre:
             written = row * (2 * e if mask else e)
-            return [elementwise("MLP LayerNorm, dropout, bias", "backward", row * (2 * e + mask), written, 5)]
+            return [Operation("MLP LayerNorm, dropout, bias", "backward", row * (2 * e + mask), written, 5)]
         if not mask:
-            return [elementwise("MLP down, bias", "backward", row * e, 0, 2)]
-        found = [elementwise("MLP dropout, bias", "backward", row * (e + mask), row * e, 2)]
-        return found + [elementwise("MLP down, bias", "backward", row * (e + mask), 0)] * self.float8
+            return [Operation("MLP down, bias", "backward", row * e, 0, 2)]
+        found = [Operation("MLP dropout, bias", "backward", row * (e + mask), row * e, 2)]
+        return found + [Operation("MLP down, bias", "backward", row * (e + mask), 0)] * self.float8
 
     def _more_norms(self, phase: str, read: int, written: int, launches: int) -> list[Operation]:
         """LayerNorms beyond two per layer."""
         number = self.placement.num_layer_norms - 2
-        return [elementwise("further LayerNorms", phase, read, written, launches)] * number
+        return [Operation("further LayerNorms", phase, read, written, launches)] * number
 
     def _product(self, name: str, phase: str, m: int, n: int, k: int) -> Operation:
         return product(name, phase, m, n, k, self.e, self.float8)
@@ -149,7 +148,7 @@ class LayerCounts:
         of_weight = dataclasses.replace(of_weight, starts=INPUT_GRADIENTS)
         if not self._cuts_sequence:
             return [of_input, of_weight]
-        copied = elementwise(f"{x}, again", "backward", *again)
+        copied = Operation(f"{x}, again", "backward", *again)
         of_input = dataclasses.replace(of_input, starts=INPUTS_AGAIN)
         return [copied, of_input, *self._gathered(of_weight, INPUTS_AGAIN, starts=INPUT_GRADIENTS)]
 
@@ -165,21 +164,21 @@ class LayerCounts:
         if not self.float8:
             return [dataclasses.replace(product, **messages)]
         read = self.tokens * self.width * self.e
-        found = elementwise(product.name + MAGNITUDE, product.phase, read, 0, 2, **messages)
+        found = Operation(product.name + MAGNITUDE, product.phase, read, 0, 2, **messages)
         return [found, dataclasses.replace(product, starts="")]
 
     def _core(self, phase: str) -> list[Operation]:
         s, d, number, e = self.seq_length, self.config.head_size, self.batch_heads, self.e
         values = self.tokens * self.inner * e  # of one of Q, K, V
         is_backward = phase == "backward"
-        drops, causal = self.config.attention_dropout > 0, family_of(self.config.family).is_causal
+        drops, causal = self.config.attention_dropout > 0, self.config.traits.is_causal
         if self.config.attention != "exact":
             flops, sums = 4 * number * s * s * d, 4 * number * s
             launches, read, written = 1, 3 * values, values + sums
             if is_backward:
                 flops, launches, read, written = 2 * flops, 3, 5 * values + sums, 3 * values
             work = Core(s, d, causal, drops, is_backward)
-            return [Operation("attention core", phase, launches, read, written, flops, work)]
+            return [Operation("attention core", phase, read, written, launches, flops, work)]
         scores = number * s * s
         if is_backward:
             return [
@@ -188,13 +187,13 @@ class LayerCounts:
                     for what in ("values", "queries", "keys")
                 ),
                 product("attention probabilities", phase, s, s, d, e, batch=number),
-                elementwise("attention softmax", phase, 2 * scores * e, scores * e),
-                elementwise("attention copies", phase, values, values),
+                Operation("attention softmax", phase, 2 * scores * e, scores * e),
+                Operation("attention copies", phase, values, values),
             ]
         return [
-            elementwise("attention copies", phase, 4 * values, 4 * values, 4),
+            Operation("attention copies", phase, 4 * values, 4 * values, 4),
             product("attention scores", phase, s, s, d, e, batch=number),
-            elementwise("attention softmax", phase, scores * e, scores * e),
+            Operation("attention softmax", phase, scores * e, scores * e),
             product("attention output", phase, s, d, s, e, batch=number),
         ]
 
@@ -204,11 +203,11 @@ class LayerCounts:
         weights = 4 * a * h + 2 * f * h
         read = t * ((2 * h + a) * e + a * e + 3 * a * e) + weights * 2 * e
         written = t * (2 * h + a + f + 3 * a * e) + weights
-        return elementwise("rounding to float8", phase, read, written, FLOAT8_LAUNCHES[0])
+        return Operation("rounding to float8", phase, read, written, FLOAT8_LAUNCHES[0])
 
     def _rounding_backward(self) -> Operation:
         """Gradients in both orders, inputs and weights once more."""
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         out, inner, weights = 3 * a + 2 * h + f, 2 * h + a + f, 4 * a * h + 2 * f * h
         read, written = (t * (out + inner) + weights) * e, t * (2 * out + inner) + weights
-        return elementwise("rounding to float8", "backward", read, written, FLOAT8_LAUNCHES[1])
+        return Operation("rounding to float8", "backward", read, written, FLOAT8_LAUNCHES[1])

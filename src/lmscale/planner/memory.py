@@ -5,20 +5,21 @@ parameters of the rank, e bytes of a weight. Left out: the framework and its dev
 temporaries of single kernels.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
-from ..config import Recompute, TransformerConfig
-from ..partition import part_sizes, rows_at_once
-from .flops import scored_tokens
-from .params import count_parameters, parameter_sizes
+from ..config import Layout, Recompute
+from ..partition import rows_at_once
+from .params import count_parameters, owned_parameters, rank_parameters
+from .workload import FP32_BYTES, HALF_BYTES, Workload
 
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
-FP32_BYTES = 4
-HALF_BYTES = 2
+GIB = 2**30
+# Memory used by the framework, its context and fragmentation: an allowance on a GPU; on a CPU the 0.3 GiB of a process
+# that has imported torch and Lightning, plus some.
+GPU_RESERVED_GIB, CPU_RESERVED_GIB = 2.0, 0.5
 # In fp32: both moments, their random bits and their temporaries. A compiled update is one kernel and has none, one on
 # a CPU has those of a small block.
 MOMENT_TENSORS_IN_FLIGHT = 6.5
-GIB = 2**30
 # Tensors of the scores' size, in fp32, that the backward pass of an attention core holds besides the kept ones, without
 # and with attention dropout: counted as in `tests/planner/test_peak_memory.py`, at 384 positions.
 SCORES_IN_FLIGHT = {
@@ -28,15 +29,6 @@ SCORES_IN_FLIGHT = {
     ("half", True): 3.1,
     ("sdpa", True): 1.0,
 }
-PARTS = (  # of a `MemoryEstimate`, for tables
-    "weights",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "logits",
-    "recomputed_layer",
-    "gradient_copy",
-)
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class MemoryEstimate:
     early_gradients: int
     first_layer: int
     gradient_in_flight: int
-    update: int = 0
+    update: int
 
     @property
     def total(self) -> int:
@@ -85,28 +77,14 @@ class MemoryEstimate:
         return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
 
 
-def estimate_memory(
-    config: TransformerConfig,
-    tp_size: int,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: str,
-    dp_size: int = 1,
-    on_gpu: bool = True,
-    accumulates: bool = True,
-    cuts_sequence: bool = False,
-    zero1: bool = False,
-    half_moments: bool = False,
-    compiles: bool = False,
-    pad_heads: bool = False,
-) -> MemoryEstimate:
+def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
     """Memory of a rank in one training step, in bytes: within 5 % of the peak of all its tensors.
 
     A layer keeps, of replicated tensors, 4 b s h e: inputs of its two LayerNorms (another placement may have more), of
     QKV and of the MLP; and 2 b s h of dropout masks. Of tensors cut over p it keeps (4 h + 2 f) b s e / p: Q, K, V,
     input of the output projection, input and output of the GELU. With f = 4h and e = 2 that is b s h (10 + 24 / p), 34
     b s h at p = 1. Exact attention keeps besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and
-    with dropout mask and result.
+    with dropout mask and result. Sequence parallelism cuts the replicated tensors of a layer over p too.
 
     SDPA keeps no scores if its kernel is a flash kernel. On a CPU there is none with attention dropout: softmax, noise
     and product stay, in fp32 at least.
@@ -120,116 +98,126 @@ def estimate_memory(
     Logits: those of `rows_at_once` rows, overwritten by their gradient, and a temporary wide copy; with the gradient of
     the projection, summed in fp32 at least where there are several pieces (on a CPU more than two), and a piece's part.
 
-    Args:
-        micro_batch_size: sequences b of one forward pass.
-        seq_length: tokens s of a sequence.
-        dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which counts as bf16.
-        dp_size: data-parallel ranks; with several, gradients of all types are summed in a buffer.
-        on_gpu: a GPU has a flash kernel with attention dropout and LayerNorms in half types, a CPU neither.
-        accumulates: a step has several micro-batches, so gradients exist before the last backward pass. With one,
-            on one data rank, fp32 and fp64 gradients are allocated as the backward pass frees activations.
-        cuts_sequence: sequence parallelism: replicated tensors of a layer are cut over p too.
-        zero1: a data rank has the optimizer state of the parameters it owns.
-        half_moments: the moments are bf16, converted to fp32 tensor by tensor.
-        compiles: the update of a tensor is one kernel, which converts them without temporaries.
-        pad_heads: see `Layout`; dummy heads take memory as others do.
+    Gradients exist before the last backward pass if a step has several micro-batches, or if they are summed in a
+    buffer: those of half types, and all on several data ranks. Others are allocated as activations are freed.
 
     Raises:
-        ValueError: `tp_size` does not divide the model.
+        ValueError: `layout.tp_size` does not divide the model.
 
     Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
-    num_parameters = count_parameters(config, tp_size, pad_heads).per_rank
-    sizes = parameter_sizes(config, tp_size, pad_heads)
-    num_owned = max(part_sizes(sizes, dp_size)) if zero1 else num_parameters
-    e, b, s, h = BYTES[dtype], micro_batch_size, seq_length, config.hidden_size
-    num_scored, head = b * scored_tokens(config, s), config.traits.head
-    is_half = e < FP32_BYTES
-    own = b * s // tp_size if cuts_sequence else b * s  # tokens of a rank outside the parallel region
-    layer = _layer_bytes(config, tp_size, b, s, own, e, on_gpu)
+    config, e, h, own = job.config, job.weight_bytes, job.config.hidden_size, job.own_tokens(layout)
+    num_parameters, is_half = count_parameters(config, layout).per_rank, e < FP32_BYTES
+    num_owned = max(sum(each.size for each in owned) for owned in owned_parameters(config, layout))
+    layer, input_bytes = _layer_bytes(job, layout), own * h * e
     mask = own * h if config.input_dropout > 0 else 0
-    num_outer = config.placement.num_outer_norms
-    around = num_outer * own * h * e + num_scored * h * e * (1 + head.num_tensors) + mask
-    if is_half and not on_gpu:  # the input of a LayerNorm in fp32
-        around += (num_outer * own + head.num_norms * num_scored) * h * (FP32_BYTES - e)
-    is_full = config.recompute is Recompute.FULL
-    recomputed = layer - own * h * e if is_full else 0
-    if config.recompute is Recompute.SELECTIVE:
-        recomputed = _core_bytes(config, tp_size, b, s, e, on_gpu)
-    gradients = num_parameters * max(e, FP32_BYTES)
-    columns = config.padded_vocab_size // tp_size
-    moment = HALF_BYTES if half_moments else max(e, FP32_BYTES)
-    has_buffer = is_half or zero1 or dp_size > 1
-    widens_whole = half_moments and on_gpu and not compiles
+    num_outer, head = config.placement.num_outer_norms, config.traits.head
+    around = num_outer * input_bytes + job.num_scored * h * e * (1 + head.num_tensors) + mask
+    if is_half and not job.on_gpu:  # the input of a LayerNorm in fp32
+        around += (num_outer * own + head.num_norms * job.num_scored) * h * (FP32_BYTES - e)
+    kept, recomputed = {
+        Recompute.NONE: (layer, 0),
+        Recompute.SELECTIVE: (layer, _core_bytes(job, layout)),
+        Recompute.FULL: (input_bytes, layer - input_bytes),
+    }[config.recompute]
+    gradients = num_parameters * job.wide_bytes
+    embedding = config.padded_vocab_size // layout.tp_size * h * e
+    moment = HALF_BYTES if job.half_moments else job.wide_bytes
+    has_buffer = is_half or layout.dp_size > 1
+    widens_whole = job.half_moments and job.on_gpu and not job.compiles
+    largest = max(each.size for each in rank_parameters(config, layout))
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
         optimizer_state=num_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
-        activations=around + config.num_layers * (own * h * e if is_full else layer),
-        logits=_loss_bytes(num_scored, columns, h, e, on_gpu),
+        activations=around + config.num_layers * kept,
+        logits=_loss_bytes(job, layout),
         recomputed_layer=recomputed,
-        gradient_copy=columns * h * e if has_buffer else 0,
-        projection_gradient=columns * h * e,
-        early_gradients=gradients if has_buffer or accumulates else 0,
+        gradient_copy=embedding if has_buffer else 0,
+        projection_gradient=embedding,
+        early_gradients=gradients if has_buffer or job.num_micro_batches(layout) > 1 else 0,
         first_layer=layer + mask,
-        gradient_in_flight=_in_flight_bytes(config, tp_size, b, s, own, e, on_gpu),
-        update=int(MOMENT_TENSORS_IN_FLIGHT * max(sizes) * FP32_BYTES) if widens_whole else 0,
+        gradient_in_flight=_in_flight_bytes(job, layout),
+        update=int(MOMENT_TENSORS_IN_FLIGHT * largest * FP32_BYTES) if widens_whole else 0,
     )
 
 
-def _loss_bytes(num_rows: int, columns: int, h: int, e: int, on_gpu: bool) -> int:
+def _loss_bytes(job: Workload, layout: Layout) -> int:
     """Peak of `linear_cross_entropy`, without the gradient of the rows."""
-    wide, at_once = max(e, FP32_BYTES), rows_at_once(columns, on_gpu)
-    piece, weight = min(num_rows, at_once) * columns, columns * h
-    kept = e if num_rows <= 2 * at_once and not on_gpu else wide  # a CPU adds two pieces without fp32
-    total = weight * kept if num_rows > at_once else 0  # a single piece needs no sum
+    columns, e, wide = job.config.padded_vocab_size // layout.tp_size, job.weight_bytes, job.wide_bytes
+    at_once, weight = rows_at_once(columns, job.on_gpu), columns * job.config.hidden_size
+    piece = min(job.num_scored, at_once) * columns
+    kept = e if job.num_scored <= 2 * at_once and not job.on_gpu else wide  # a CPU adds two pieces without fp32
+    total = weight * kept if job.num_scored > at_once else 0  # a single piece needs no sum
     return total + max(piece * (e + wide), piece * e + weight * e)
 
 
-def _layer_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
+def _mlp_bytes(job: Workload, layout: Layout) -> int:
+    """Input and output of the GELU that a layer keeps; with selective recomputation only the input."""
+    number = 1 if job.config.recompute is Recompute.SELECTIVE else 2
+    return number * job.config.ffn_size * job.tokens * job.weight_bytes // layout.tp_size
+
+
+def _layer_bytes(job: Workload, layout: Layout) -> int:
     """Activations that one layer keeps without full recomputation."""
-    h, f = config.hidden_size, config.ffn_size
-    mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
-    num_norms = config.placement.num_layer_norms
-    num_bytes = (2 + num_norms) * own * h * e + (4 * config.padded_width(tp_size) + mlp_width) * b * s * e // tp_size
-    if e < FP32_BYTES and not on_gpu:
-        num_bytes += num_norms * own * h * (FP32_BYTES - e)
+    config, e, own = job.config, job.weight_bytes, job.own_tokens(layout) * job.config.hidden_size
+    num_norms, width = config.placement.num_layer_norms, config.padded_width(layout.tp_size)
+    num_bytes = (2 + num_norms) * own * e + 4 * width * job.tokens * e // layout.tp_size + _mlp_bytes(job, layout)
+    if e < FP32_BYTES and not job.on_gpu:
+        num_bytes += num_norms * own * (FP32_BYTES - e)
     if config.hidden_dropout > 0:
-        num_bytes += 2 * own * h  # masks, one byte per element
-    kept = 0 if config.recompute is Recompute.SELECTIVE else _core_bytes(config, tp_size, b, s, e, on_gpu)
-    return num_bytes + kept
+        num_bytes += 2 * own  # masks, one byte per element
+    return num_bytes + (0 if config.recompute is Recompute.SELECTIVE else _core_bytes(job, layout))
 
 
-def keeps_scores(config: TransformerConfig, on_gpu: bool) -> bool:
+def keeps_scores(job: Workload) -> bool:
     """Whether the attention core keeps its scores for the backward pass; a flash kernel does not."""
-    return config.attention == "exact" or not (on_gpu or config.attention_dropout == 0)
+    return job.config.attention == "exact" or not (job.on_gpu or job.config.attention_dropout == 0)
 
 
-def _core_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, e: int, on_gpu: bool) -> int:
+def _core_bytes(job: Workload, layout: Layout) -> int:
     """Bytes that the attention core of a layer keeps for its backward pass; none with a flash kernel."""
-    width, n, wide = config.padded_width(tp_size), config.padded_heads(tp_size), max(e, FP32_BYTES)
-    if not keeps_scores(config, on_gpu):
+    config, e, wide = job.config, job.weight_bytes, job.wide_bytes
+    if not keeps_scores(job):
         return 0
-    if config.attention != "exact":
-        scores = b * n * s * s * 3 * wide
-        return (scores + 3 * b * s * width * (wide - e)) // tp_size  # half types are widened, Q, K, V too
+    scores = job.tokens * job.seq_length * config.padded_heads(layout.tp_size)  # b n s^2
+    if config.attention != "exact":  # half types are widened, Q, K, V too
+        widened = 3 * job.tokens * config.padded_width(layout.tp_size) * (wide - e)
+        return (scores * 3 * wide + widened) // layout.tp_size
     if config.attention_dropout > 0:
-        return b * n * s * s * (wide + 1 + e) // tp_size
-    return b * n * s * s * (wide if e == wide else wide + e) // tp_size
+        return scores * (wide + 1 + e) // layout.tp_size
+    return scores * (wide if e == wide else wide + e) // layout.tp_size
 
 
-def _in_flight_bytes(config: TransformerConfig, tp_size: int, b: int, s: int, own: int, e: int, on_gpu: bool) -> int:
+def _in_flight_bytes(job: Workload, layout: Layout) -> int:
     """Temporary gradients in the last layer at its peak, beyond the activations of the whole layer.
 
     In the MLP b s f e / p; in the attention core SCORES_IN_FLIGHT tensors of its scores in fp32, when the MLP's
     activations are freed already.
     """
-    h, f, wide = config.hidden_size, config.ffn_size, max(e, FP32_BYTES)
-    of_mlp = b * s * f * e // tp_size
-    if not keeps_scores(config, on_gpu):
+    config, e, wide = job.config, job.weight_bytes, job.wide_bytes
+    of_mlp = job.tokens * config.ffn_size * e // layout.tp_size
+    if not keeps_scores(job):
         return of_mlp
     kind = "sdpa" if config.attention != "exact" else "fp32" if e == wide else "half"
-    scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * config.padded_heads(tp_size) * s * s * wide
-    mlp_width = f if config.recompute is Recompute.SELECTIVE else 2 * f
-    freed = 2 * own * h * e + mlp_width * b * s * e // tp_size + (own * h if config.hidden_dropout > 0 else 0)
-    return max(of_mlp, int(scores / tp_size) - freed)
+    b, s, heads = job.micro_batch_size, job.seq_length, config.padded_heads(layout.tp_size)
+    scores = SCORES_IN_FLIGHT[kind, config.attention_dropout > 0] * b * heads * s * s * wide
+    own = job.own_tokens(layout) * config.hidden_size
+    freed = 2 * own * e + _mlp_bytes(job, layout) + (own if config.hidden_dropout > 0 else 0)
+    return max(of_mlp, int(scores / layout.tp_size) - freed)
+
+
+def checkpoint_bytes(job: Workload, layout: Layout) -> int:
+    """Bytes of a checkpoint that one rank writes, at most: its weights, in fp32 at least, and their moments.
+
+    With `checkpoint.async` the rank holds them in host memory. Left out: tensors that all tensor ranks have are written
+    by one of them, a fraction of a per cent.
+    """
+    owned = owned_parameters(job.config, dataclasses.replace(layout, zero1=True))
+    moment = HALF_BYTES if job.half_moments else job.wide_bytes
+    return max(sum(each.size for each in owner) for owner in owned) * (job.wide_bytes + 2 * moment)
+
+
+def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:
+    """Bytes for the tensors of each rank on a device that `num_ranks` share; negative if nothing is left."""
+    return memory_bytes // num_ranks - int((GPU_RESERVED_GIB if on_gpu else CPU_RESERVED_GIB) * GIB)

@@ -24,14 +24,12 @@ class Product:
 
     Args:
         float8: the operands are float8.
-        batch: number of products in one launch.
     """
 
     m: int
     n: int
     k: int
     float8: bool = False
-    batch: int = 1
 
     def seconds(self, flops: int, cluster: Cluster, dtype: str) -> float:
         """Time of the FLOPs in whole tiles."""
@@ -75,13 +73,13 @@ class Core:
 
 @dataclass(frozen=True)
 class Operation:
-    """A number of equal operations of one rank in one step.
+    """A number of equal operations of one rank in one step; without `work` one pass or several over tensors.
 
     Args:
         name: what is computed.
         phase: `forward`, `recomputation`, `backward`, `gradients` or `optimizer`.
-        launches: kernel launches per operation.
         read, written: bytes per operation; a tensor counts once, however often a kernel reads it.
+        launches: kernel launches per operation.
         flops: of matrix products, per operation; attention counts as dense, without what its kernel recomputes.
         work: the shapes on which the time of FLOPs depends.
         count: per step.
@@ -91,9 +89,9 @@ class Operation:
 
     name: str
     phase: str
-    launches: int
     read: int
     written: int
+    launches: int = 1
     flops: int = 0
     work: Product | Core | None = None
     count: int = 1
@@ -133,17 +131,10 @@ def times(number: int, operation: Operation) -> Operation:
     return dataclasses.replace(operation, count=number * operation.count)
 
 
-def elementwise(
-    name: str, phase: str, read: int, written: int, launches: int = 1, starts: str = "", needs: str = ""
-) -> Operation:
-    """An operation without products, or several in sequence."""
-    return Operation(name, phase, launches, read, written, starts=starts, needs=needs)
-
-
 def product(name: str, phase: str, m: int, n: int, k: int, e: int, float8: bool = False, batch: int = 1) -> Operation:
-    """A matrix product of operands of e bytes, float8 of one; the result has e."""
+    """`batch` matrix products in one launch, of operands of e bytes, float8 of one; the result has e."""
     read, written = batch * (1 if float8 else e) * (m * k + k * n), batch * e * m * n
-    return Operation(name, phase, 1, read, written, 2 * batch * m * n * k, Product(m, n, k, float8, batch))
+    return Operation(name, phase, read, written, 1, 2 * batch * m * n * k, Product(m, n, k, float8))
 
 
 def _in_tiles(width: int) -> int:

@@ -10,14 +10,12 @@ compares both. Around the layers operations run one by one. Collectives are in `
 import dataclasses
 from collections import Counter
 
-from ..config import Layout, Recompute, TransformerConfig
-from ..config.family import family_of
-from ..partition import assign_owners, rows_at_once
-from .flops import scored_tokens
+from ..config import Layout, Recompute
+from ..partition import rows_at_once
 from .layer_operations import LayerCounts
-from .memory import BYTES, FP32_BYTES, HALF_BYTES
-from .operation import Operation, elementwise, product, times
-from .params import parameter_sizes
+from .operation import Operation, product, times
+from .params import owned_parameters, rank_parameters
+from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 OPTIMIZER_LAUNCHES = 27  # of the norm and the counters, besides one per parameter
 HOST_SYNCS = 0  # per step
@@ -25,35 +23,18 @@ LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
 
 
-def step_operations(
-    config: TransformerConfig,
-    layout: Layout,
-    micro_batch_size: int,
-    num_micro_batches: int,
-    seq_length: int,
-    dtype: str,
-    half_moments: bool = False,
-) -> tuple[Operation, ...]:
+def step_operations(job: Workload, layout: Layout) -> list[Operation]:
     """The operations of one rank in one optimizer step on a GPU with compiled layers.
 
     Their FLOPs are those of `hardware_flops_per_step`, over p, and of the family's dense heads, which every rank
     computes whole, except that selective recomputation leaves a fused attention core alone.
 
-    Args:
-        micro_batch_size: sequences b of one forward pass.
-        num_micro_batches: forward passes of a step.
-        seq_length: tokens s.
-        dtype: of weights and activations.
-        half_moments: the moments are bf16.
-
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
-    config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
-    parts = layout.batch_parts
-    once = []
+    config, parts, once = job.config, layout.batch_parts, []
     for placement, number in Counter(config.layer_placements).items():
-        layer = LayerCounts(config, placement, layout, micro_batch_size // parts, seq_length, dtype)
+        layer = LayerCounts(job, layout, placement)
         in_layer = layer.forward("forward") + layer.backward()
         if config.recompute is Recompute.FULL:
             in_layer += layer.forward("recomputation")
@@ -62,57 +43,54 @@ def step_operations(
         once += [times(number * parts, operation) for operation in in_layer]
         if parts > 1:
             once.append(times(number, layer.gradients_read_again()))
-    once += _embedding(config, layout, micro_batch_size, seq_length, BYTES[dtype])
-    once += _head(config, layout, micro_batch_size, seq_length, BYTES[dtype])
-    micro_batch = [times(num_micro_batches, operation) for operation in once]
-    return (*micro_batch, *_update(config, layout, num_micro_batches, dtype, half_moments))
+    once += [*_embedding(job, layout), *_head(job, layout)]
+    number = job.num_micro_batches(layout)
+    return [*(times(number, operation) for operation in once), *_update(job, layout)]
 
 
-def _embedding(config: TransformerConfig, layout: Layout, b: int, s: int, e: int) -> list[Operation]:
+def _embedding(job: Workload, layout: Layout) -> list[Operation]:
     """Embeddings and the LayerNorm after the stack. The lookups run one by one; what follows them is compiled."""
-    h, whole = config.hidden_size, b * s * config.hidden_size
-    own = whole // layout.tp_size if layout.cuts_sequence else whole
+    config, h, e = job.config, job.config.hidden_size, job.weight_bytes
+    whole, own = job.tokens * h, job.own_tokens(layout) * h
     table = config.padded_vocab_size // layout.tp_size * h * e
-    has_types, has_norm = family_of(config.family).num_token_types > 0, config.placement.after_embedding
+    has_types, has_norm = config.traits.num_token_types > 0, config.placement.after_embedding
     found = [
-        elementwise("embedding", "forward", int(2.5 * whole * e), 2 * whole * e, 7),
+        Operation("embedding", "forward", int(2.5 * whole * e), 2 * whole * e, 7),
         # the lookup's gradient is added to that of the output projection
-        elementwise("embedding", "backward", 2 * whole * e + 2 * table, whole * e + 2 * table, 4),
+        Operation("embedding", "backward", 2 * whole * e + 2 * table, whole * e + 2 * table, 4),
     ]
     if layout.cuts_sequence and layout.batch_parts > 1:  # gathered rank by rank, each with tokens of both halves
-        found.append(elementwise("output of the last layer, gathered", "forward", whole * e, whole * e))
-        found.append(elementwise("gradient of this rank's tokens", "backward", own * e, own * e))
+        found.append(Operation("output of the last layer, gathered", "forward", whole * e, whole * e))
+        found.append(Operation("gradient of this rank's tokens", "backward", own * e, own * e))
     if has_types:
-        found.append(elementwise("token types", "forward", own * e, own * e))
-        found.append(elementwise("token types", "backward", own * e, 0))
+        found.append(Operation("token types", "forward", own * e, own * e))
+        found.append(Operation("token types", "backward", own * e, 0))
     name, changes = "embedding sum, dropout", has_norm or config.input_dropout > 0
-    found.append(elementwise(name, "forward", (1 + has_types) * own * e, (1 + has_norm) * own * e))
+    found.append(Operation(name, "forward", (1 + has_types) * own * e, (1 + has_norm) * own * e))
     # The gradient of the positions is summed in the same kernel, but with a LayerNorm in one of its own.
     read, launches = (3, 4) if has_norm else (1, 1)
-    found.append(elementwise(name, "backward", read * own * e, changes * own * e, launches))
+    found.append(Operation(name, "backward", read * own * e, changes * own * e, launches))
     if config.placement.after_stack:
-        found.append(elementwise("final LayerNorm", "forward", own * e, own * e))
-        found.append(elementwise("final LayerNorm", "backward", 4 * own * e, own * e, 3))
+        found.append(Operation("final LayerNorm", "forward", own * e, own * e))
+        found.append(Operation("final LayerNorm", "backward", 4 * own * e, own * e, 3))
     return found
 
 
-def _head(config: TransformerConfig, layout: Layout, b: int, s: int, e: int) -> list[Operation]:
+def _head(job: Workload, layout: Layout) -> list[Operation]:
     """The family's dense heads, then projection and loss in chunks, with their gradients in the forward pass."""
-    h, columns = config.hidden_size, config.padded_vocab_size // layout.tp_size
-    rows, sizes = b * scored_tokens(config, s), family_of(config.family).head
-    found = []
-    for name, num, multiply_adds in zip(
-        ("token head", "sequence head"), (rows, b), sizes.multiply_adds(h), strict=True
-    ):
+    h, columns, e = job.config.hidden_size, job.config.padded_vocab_size // layout.tp_size, job.weight_bytes
+    rows, sizes, found = job.num_scored, job.config.traits.head, []
+    heads = ("token head", rows), ("sequence head", job.micro_batch_size)
+    for (name, num), multiply_adds in zip(heads, sizes.multiply_adds(h), strict=True):
         if multiply_adds:
             n = multiply_adds // h
             found.append(product(name, "forward", num, n, h, e))
             found.append(product(name, "backward", num, h, n, e))
             found.append(product(name, "backward", n, h, num, e))
     if sizes.num_tensors:  # rows picked, activation, LayerNorm
-        found.append(elementwise("token head, GELU and LayerNorm", "forward", 3 * rows * h * e, 3 * rows * h * e, 3))
+        found.append(Operation("token head, GELU and LayerNorm", "forward", 3 * rows * h * e, 3 * rows * h * e, 3))
         passes = 8 * rows * h * e
-        found.append(elementwise("token head, GELU and LayerNorm", "backward", passes, rows * h * e + b * s * h * e, 7))
+        found.append(Operation("token head, GELU and LayerNorm", "backward", passes, (rows + job.tokens) * h * e, 7))
     at_once = rows_at_once(columns, on_gpu=True)
     several = rows > at_once
     for num, chunk in ((rows // at_once, at_once), (1, rows % at_once)):
@@ -124,36 +102,30 @@ def _head(config: TransformerConfig, layout: Layout, b: int, s: int, e: int) -> 
             times(num, product("logits", "forward", chunk, columns, h, e)),
             times(num, product("logits, gradient of the input", "forward", chunk, h, columns, e)),
             times(num, product("logits, gradient of the weight", "forward", columns, h, chunk, e)),
-            times(num, elementwise("loss", "forward", 2 * logits * e + biased, logits * e, LAUNCHES_OF_A_LOSS_CHUNK)),
+            times(num, Operation("loss", "forward", 2 * logits * e + biased, logits * e, LAUNCHES_OF_A_LOSS_CHUNK)),
         ]
         if several:
-            found.append(times(num, elementwise("sum of the chunks", "forward", table * (4 + e), table * 4)))
+            found.append(times(num, Operation("sum of the chunks", "forward", table * (4 + e), table * 4)))
     weight = columns * h
     rounded = (4 * weight, e * weight) if several else (0, 0)
     scaled = (weight + rows * h) * e  # by the gradient of the loss
-    return [*found, elementwise("loss", "backward", scaled + rounded[0], scaled + rounded[1], 3)]
+    return [*found, Operation("loss", "backward", scaled + rounded[0], scaled + rounded[1], 3)]
 
 
-def _update(
-    config: TransformerConfig, layout: Layout, num_micro_batches: int, dtype: str, half_moments: bool
-) -> list[Operation]:
+def _update(job: Workload, layout: Layout) -> list[Operation]:
     """The gradient buffer, once per micro-batch, and the optimizer."""
-    e, sizes = BYTES[dtype], parameter_sizes(config, layout.tp_size, layout.pad_heads)
-    n, wide = sum(sizes), max(BYTES[dtype], FP32_BYTES)
-    found = []
+    e, wide, parameters = job.weight_bytes, job.wide_bytes, rank_parameters(job.config, layout)
+    n, num_added, found = sum(each.size for each in parameters), job.num_micro_batches(layout) - 1, []
     if e < FP32_BYTES or layout.cuts_optimizer:
-        added = elementwise("gradient buffer", "gradients", n * (e + wide), n * wide, len(sizes))
+        added = Operation("gradient buffer", "gradients", n * (e + wide), n * wide, len(parameters))
         found.append(dataclasses.replace(added, read=n * e))  # the first micro-batch is copied, the others are added
-        if num_micro_batches > 1:
-            found.append(times(num_micro_batches - 1, added))
-    owners = assign_owners(sizes, layout.dp_size if layout.cuts_optimizer else 1)
-    parts = Counter()
-    for size, owner in zip(sizes, owners, strict=True):
-        parts[owner] += size
-    [(busiest, owned)] = parts.most_common(1)
+        if num_added:
+            found.append(times(num_added, added))
+    # Of the rank that owns most.
+    owned, num_owned = max((sum(each.size for each in own), len(own)) for own in owned_parameters(job.config, layout))
     # Per parameter the norm reads the gradient; one kernel per tensor reads gradient, master and moments, and writes
     # master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
-    moments = 2 * (HALF_BYTES if half_moments else wide)
+    moments = 2 * (HALF_BYTES if job.half_moments else wide)
     read, written = 3 * wide + moments, wide + moments + (e if e < FP32_BYTES else 0)
-    launches = owners.count(busiest) + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
-    return [*found, elementwise("AdamW", "optimizer", owned * read, owned * written, launches)]
+    launches = num_owned + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
+    return [*found, Operation("AdamW", "optimizer", owned * read, owned * written, launches)]

@@ -8,47 +8,39 @@ micro-batch. Messages travel one at a time, beside kernels that keep their full 
 from collections import Counter
 from itertools import groupby
 
-from ..config import Layout, TransformerConfig
+from ..config import Layout
 from ..config.cluster import Cluster
 from .layer_operations import MAGNITUDE, LayerCounts
+from .workload import Workload
 
 
-def exposed_shares(
-    config: TransformerConfig,
-    layout: Layout,
-    micro_batch_size: int,
-    seq_length: int,
-    dtype: str,
-    cluster: Cluster,
-    message_s: dict[str, float],
-) -> dict[str, float]:
+def exposed_shares(job: Workload, layout: Layout, cluster: Cluster, message_s: dict[str, float]) -> dict[str, float]:
     """Share of the time of a layer's messages during which the rank waits, by `Collective.what`.
 
     Args:
         message_s: seconds of one message, by `Collective.what`.
     """
     waits, total = Counter(), Counter()
-    for placement, number in Counter(config.layer_placements).items():
-        layer = LayerCounts(config, placement, layout, micro_batch_size // layout.batch_parts, seq_length, dtype)
+    for placement, number in Counter(job.config.layer_placements).items():
+        layer = LayerCounts(job, layout, placement)
         for operations in (layer.forward("forward"), layer.backward()):
             by_product = groupby(operations, key=lambda o: o.name.removesuffix(MAGNITUDE))
             timed = []
             for first, *rest in (list(group) for _, group in by_product):
-                seconds = sum(o.seconds(cluster, dtype) + o.launch_s(cluster) for o in (first, *rest))
+                seconds = sum(o.seconds(cluster, job.dtype) + o.launch_s(cluster) for o in (first, *rest))
                 timed.append((seconds, first.starts, first.needs))
-            _pass(timed, message_s, layout.batch_parts, number, waits, total)
+            for what, seconds in _waits(timed, message_s, layout.batch_parts):
+                waits[what] += number * seconds
+            for _, what, _ in timed * layout.batch_parts:
+                if what:
+                    total[what] += number * message_s[what]
     return {what: waits[what] / seconds for what, seconds in total.items()}
 
 
-def _pass(
-    operations: list[tuple[float, str, str]],
-    message_s: dict[str, float],
-    parts: int,
-    num_layers: int,
-    waits: Counter,
-    total: Counter,
-) -> None:
-    """Go through one pass over a layer, and add, for all such layers, the seconds of its messages and of the waits.
+def _waits(
+    operations: list[tuple[float, str, str]], message_s: dict[str, float], parts: int
+) -> list[tuple[str, float]]:
+    """Each wait of one pass over a layer: for which message, and its seconds.
 
     As with `WaitLast` (`models/compiler_options.py`), the first part that can go on does; if all wait, the one whose
     message started first.
@@ -57,7 +49,7 @@ def _pass(
         operations: seconds, and the message that each starts and needs.
     """
     clock = free = 0.0  # of the rank and of its links
-    done, arrivals = [0] * parts, [{} for _ in range(parts)]
+    done, arrivals, waits = [0] * parts, [{} for _ in range(parts)], []
 
     def start_message(part: int) -> None:
         nonlocal free
@@ -65,7 +57,6 @@ def _pass(
         if what:
             free = max(free, clock) + message_s[what]
             arrivals[part][what] = free
-            total[what] += num_layers * message_s[what]
 
     for part in range(parts):
         start_message(part)
@@ -74,9 +65,9 @@ def _pass(
         part = min(left, key=lambda part: arrivals[part].get(operations[done[part]][2], 0.0))
         seconds, _, needed = operations[done[part]]
         if needed:
-            waited = max(0.0, arrivals[part][needed] - clock)
-            waits[needed] += num_layers * waited
-            clock += waited
+            waits.append((needed, max(0.0, arrivals[part][needed] - clock)))
+            clock += waits[-1][1]
         clock += seconds
         done[part] += 1
         start_message(part)
+    return waits

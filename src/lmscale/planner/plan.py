@@ -7,34 +7,50 @@ from ..config import BatchConfig, Layout, Recompute
 from ..config.cluster import Cluster
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
-from .memory import GIB, MemoryEstimate
+from .memory import GIB, MemoryEstimate, estimate_memory
 from .params import ParameterCount, count_parameters
 from .step_time import Row, StepTime, step_rows
-from .workload import Workload, rank_memory
+from .workload import Workload
 
 DAY_S = 86400
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of a job in one layout on one cluster, each figure computed when it is asked for; `make_plan` makes it.
+    """The cost of a job in one layout on one cluster, each figure computed when it is asked for.
 
     Bytes, FLOPs, messages and times are of this project's code, whatever software the cluster's rates were fitted to.
+    A rank that does not fit its device is not refused, see `missing_bytes`.
+
+    Raises:
+        ValueError: more devices than the cluster has; a grid that does not divide the model or the batch.
     """
 
     job: Workload
     layout: Layout
     cluster: Cluster
 
+    def __post_init__(self) -> None:
+        job, layout, cluster = self.job, self.layout, self.cluster
+        assert job.on_gpu == cluster.is_gpu
+        if layout.world_size > cluster.num_devices:
+            raise ValueError(
+                f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
+                f"but is {layout.tp_size} x {layout.dp_size}"
+            )
+        if layout.cuts_sequence and job.seq_length % layout.tp_size:
+            raise ValueError(
+                f"`data.seq_length` must be a multiple of `tp_size` ({layout.tp_size}) with `sequence_parallel`, "
+                f"but is {job.seq_length}"
+            )
+        layout.check_micro_batch(job.micro_batch_size)
+        BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)  # raises if it does not divide
+        job.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
+
     @property
     def num_devices(self) -> int:
         """tp_size x dp_size."""
         return self.layout.world_size
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Forward passes of a rank in a step."""
-        return self.job.num_micro_batches(self.layout)
 
     @property
     def recompute(self) -> Recompute:
@@ -49,16 +65,17 @@ class Plan:
     @cached_property
     def parameters(self) -> ParameterCount:
         """Parameters of the model and of one rank."""
-        return count_parameters(self.job.config, self.layout.tp_size, self.layout.pad_heads)
+        return count_parameters(self.job.config, self.layout)
 
-    def memory(self, mode: Recompute) -> MemoryEstimate:
-        """Memory of a rank in a recomputation mode."""
-        return rank_memory(self.job.change(recompute=mode), self.layout, self.cluster.is_gpu)
+    @property
+    def memory(self) -> dict[Recompute, MemoryEstimate]:
+        """Memory of a rank in each recomputation mode."""
+        return {job.config.recompute: estimate_memory(job, self.layout) for job in self.job.in_each_mode()}
 
     @cached_property
     def needed_bytes(self) -> int:
         """Memory of a rank in the recomputation mode planned with."""
-        return self.memory(self.recompute).total
+        return estimate_memory(self.job, self.layout).total
 
     @property
     def missing_bytes(self) -> int:
@@ -77,10 +94,9 @@ class Plan:
         return hardware_flops_per_step(job.config, job.seq_length, job.global_batch_size, self.layout.tp_size)
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
+    def collectives(self) -> list[Collective]:
         """Collectives of one rank in a step."""
-        job, sizes = self.job, (self.job.micro_batch_size, self.num_micro_batches)
-        return step_collectives(job.config, self.layout, *sizes, job.seq_length, job.dtype, self.cluster.is_gpu)
+        return step_collectives(self.job, self.layout)
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -115,30 +131,6 @@ class Plan:
         return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
 
 
-def make_plan(job: Workload, layout: Layout, cluster: Cluster) -> Plan:
-    """Plan `job` in a layout; a rank that does not fit its device is not refused here, see `Plan.missing_bytes`.
-
-    Raises:
-        ValueError: more devices than the cluster has; a grid that does not divide the model or the batch; a type that
-            the devices do not have.
-    """
-    if layout.world_size > cluster.num_devices:
-        raise ValueError(
-            f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
-            f"but is {layout.tp_size} x {layout.dp_size}"
-        )
-    if layout.cuts_sequence and job.seq_length % layout.tp_size:
-        raise ValueError(
-            f"`data.seq_length` must be a multiple of `tp_size` ({layout.tp_size}) with `sequence_parallel`, "
-            f"but is {job.seq_length}"
-        )
-    layout.check_micro_batch(job.micro_batch_size)
-    BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)  # raises if it does not divide
-    job.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
-    cluster.peak_flops_per_s(job.dtype)
-    return Plan(job, layout, cluster)
-
-
 def describe_padding(plan: Plan) -> list[str]:
     """Describe the dummy heads of `parallel.pad_heads` and what they cost; nothing if there are none."""
     job, config, tp_size = plan.job, plan.job.config, plan.layout.tp_size
@@ -148,7 +140,7 @@ def describe_padding(plan: Plan) -> list[str]:
     without = hardware_flops_per_step(config, job.seq_length, job.global_batch_size)
     of_model, of_rank = count_parameters(config), plan.parameters.per_rank
     padding = of_rank - of_model.replicated - of_model.sharded_per_rank / tp_size
-    each, memory = computed // tp_size, plan.memory(plan.recompute)
+    each, memory = computed // tp_size, estimate_memory(job, plan.layout)
     num_bytes = padding / of_rank * (memory.weights + memory.gradients + memory.optimizer_state)
     idle = tp_size - -(-heads // each)
     only = f"; ranks with dummy heads only: {idle}" if idle else ""

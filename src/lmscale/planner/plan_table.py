@@ -1,15 +1,17 @@
 """Plans as a table, as a ranking, or as plain values."""
 
 import dataclasses
+from collections import defaultdict
 
-from ..config import Recompute
-from .memory import GIB, PARTS, keeps_scores
+from .memory import GIB, MemoryEstimate, keeps_scores
 from .plan import Plan
 from .search import Ranking
 from .step_time import Row
 
 _OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
-_ADDED = ("count", "launches", "flops", "read", "written", "seconds", "launch_s", "hidden", "latency")  # of rows
+_COMPARED = ("tp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
+_PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)[:7]]  # up to the copy of a gradient
+_ADDED = [each.name for each in dataclasses.fields(Row) if each.type in (int, float)]
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -21,7 +23,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         | {
             "num_devices": plan.num_devices,
             "micro_batch_size": plan.job.micro_batch_size,
-            "num_micro_batches": plan.num_micro_batches,
+            "num_micro_batches": plan.job.num_micro_batches(plan.layout),
             "global_batch_size": plan.job.global_batch_size,
             "seq_length": plan.job.seq_length,
             "dtype": plan.job.dtype,
@@ -29,7 +31,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         },
         "parameters": {"model": plan.parameters.total, "rank": plan.parameters.per_rank},
         "rank_memory_bytes": {
-            mode.value: dataclasses.asdict(plan.memory(mode)) | {"total": plan.memory(mode).total} for mode in Recompute
+            mode.value: dataclasses.asdict(memory) | {"total": memory.total} for mode, memory in plan.memory.items()
         },
         "usable_bytes": plan.cluster.usable_bytes,
         "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
@@ -56,10 +58,22 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
 def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     """A table of one plan, for the terminal."""
     cluster, time = plan.cluster, plan.time
+    of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    not_measured = " all: what the backward pass hides was not measured" if plan.layout.dp_size > 1 else ""
+    rows = (
+        ("matrix products", time.matmul, ""),
+        ("element-wise work", time.elementwise, ""),
+        ("between kernels", time.overhead, ""),
+        ("tensor-parallel messages, not hidden", time.tensor, of_all),
+        ("data-parallel messages, not hidden", time.data, not_measured),
+        ("optimizer", time.optimizer, ""),
+        ("step", time.total, ""),
+    )
+    energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
     lines = [
         f"{name} on {plan.num_devices:,} of {cluster.name} ({cluster.device})",
         f"  {plan.overrides}",
-        f"  {plan.job.dtype}, {plan.num_micro_batches} micro-batch(es) per rank and step, "
+        f"  {plan.job.dtype}, {plan.job.num_micro_batches(plan.layout)} micro-batch(es) per rank and step, "
         f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
         "",
         f"  {'parameters':<32}{plan.parameters.total:>20,}   per rank {plan.parameters.per_rank:,}",
@@ -74,29 +88,11 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
             f"{a.count:>8,}{a.num_bytes / 2**20:>11,.3f}{a.total_bytes / GIB:>10,.3f}"
             for a in plan.collectives
         ),
-    ]
-    if not plan.collectives:
-        lines.append("    none: one rank")
-    kind = cluster.calibration.evidence
-    lines += ["", f"  step time ({_EVIDENCE[kind]})", _expected_error(plan)]
-    rows = {
-        "matrix products": time.matmul,
-        "element-wise work": time.elementwise,
-        "between kernels": time.overhead,
-        "tensor-parallel messages, not hidden": time.tensor,
-        "data-parallel messages, not hidden": time.data,
-        "optimizer": time.optimizer,
-        "step": time.total,
-    }
-    remarks = {"tensor-parallel messages, not hidden": f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"}
-    if plan.layout.dp_size > 1:
-        remarks["data-parallel messages, not hidden"] = " all: what the backward pass hides was not measured"
-    lines += [
-        f"    {row:<38}{seconds * 1e3:>12,.1f} ms {seconds / time.total:>8.1%}" + remarks.get(row, "")
-        for row, seconds in rows.items()
-    ]
-    energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
-    lines += [
+        *([] if plan.collectives else ["    none: one rank"]),
+        "",
+        f"  step time ({_evidence(plan)})",
+        _expected_error(plan),
+        *(f"    {row:<38}{s * 1e3:>12,.1f} ms {s / time.total:>8.1%}{remark}" for row, s, remark in rows),
         "",
         f"  {'R, computing / all messages':<32}{_ratio(plan):>20}   {time.describe_ratio()}",
         f"  {'all messages, hidden or not':<32}{time.messages * 1e3:>17,.1f} ms   "
@@ -118,27 +114,29 @@ def _ratio(plan: Plan) -> str:
     return "-" if plan.time.ratio is None else f"{plan.time.ratio:.2f}"
 
 
-_EVIDENCE = {
-    "fitted": "modelled; constants fitted to published step times",
-    "measured": "modelled; constants from measurements of such a machine",
-    "modelled": "modelled; constants carried over from another machine",
-}
+def _evidence(plan: Plan) -> str:
+    origin = {
+        "fitted": "fitted to published step times",
+        "measured": "from measurements of such a machine",
+        "modelled": "carried over from another machine",
+    }
+    return f"modelled; constants {origin[plan.cluster.calibration.evidence]}"
 
 
 def _memory_lines(plan: Plan) -> list[str]:
     """Memory per rank by part, one column per recomputation mode; that of the plan is marked."""
     title = f"memory per rank, GiB ({plan.cluster.usable_bytes / GIB:.1f} usable)"
-    heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in Recompute]
+    estimates = plan.memory.values()
+    heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in plan.memory]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
-    estimates = [plan.memory(mode) for mode in Recompute]
-    scores = "its" if keeps_scores(plan.job.config, plan.cluster.is_gpu) else "no"
-    for part in (*PARTS, "total"):
+    scores = "its" if keeps_scores(plan.job) else "no"
+    for part in (*_PARTS, "total"):
         name = part.replace("_", " ") + f" (attention keeps {scores} scores)" * (part == "activations")
         values = "".join(f"{getattr(estimate, part) / GIB:>12.3f}" for estimate in estimates)
         lines.append(f"    {name:<42}{values}")
-    verdicts = [plan.cluster.usable_bytes - estimate.total for estimate in estimates]
-    words = [f"{spare / GIB:.1f} spare" if spare >= 0 else f"{-spare / GIB:.1f} short" for spare in verdicts]
-    return [*lines, "    " + " " * 42 + "".join(f"{word:>12}" for word in words)]
+    spare = [(plan.cluster.usable_bytes - estimate.total) / GIB for estimate in estimates]
+    words = [f"{gib:.1f} spare" if gib >= 0 else f"{-gib:.1f} short" for gib in spare]
+    return [*lines, " " * 46 + "".join(f"{word:>12}" for word in words)]
 
 
 def ranking_to_dict(ranking: Ranking, top: int, notes: list[str]) -> dict:
@@ -146,7 +144,7 @@ def ranking_to_dict(ranking: Ranking, top: int, notes: list[str]) -> dict:
     return {
         "fitting": [plan_to_dict(plan, []) for plan in ranking.fitting[:top]],
         "num_fitting": len(ranking.fitting),
-        "compared": ["tp_size", "dp_size", "micro_batch_size", "recompute", *_varied(ranking)],
+        "compared": [*_COMPARED, *_varied(ranking)],
         "too_large": [
             {"layout": plan_to_dict(plan, [])["layout"], "missing_bytes": plan.missing_bytes}
             for plan in ranking.too_large
@@ -166,9 +164,8 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     same = [f"{name}={str(getattr(first.layout, name)).lower()}" for name in _OPTIONS if name not in varied]
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
-        f"{len(ranking.fitting):,} layouts fit; step times {_EVIDENCE[first.cluster.calibration.evidence]}",
-        f"  compared: {', '.join(('tp_size', 'dp_size', 'micro_batch_size', 'recompute', *varied))}"
-        + f"; the same in all: {', '.join(same)}" * bool(same),
+        f"{len(ranking.fitting):,} layouts fit; step times {_evidence(first)}",
+        f"  compared: {', '.join((*_COMPARED, *varied))}" + f"; the same in all: {', '.join(same)}" * bool(same),
         f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}"
         + "".join(f"{_OPTIONS[name]:>8}" for name in varied)
         + f"{'recompute':>11}{'GiB':>9}{'s/step':>13}{'R':>8}{'MFU':>8}"
@@ -198,27 +195,28 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
 
 def slowest_first(rows: list[Row]) -> list[Row]:
     """Rows with those of equal name and phase added up, slowest first."""
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
-        same = found.get((row.name, row.phase))
-        if same is not None:
-            row = dataclasses.replace(same, **{name: getattr(same, name) + getattr(row, name) for name in _ADDED})
-        found[row.name, row.phase] = row
-    return sorted(found.values(), key=lambda row: -row.seconds)
+        found[row.name, row.phase].append(row)
+    return sorted(map(_add, found.values()), key=lambda row: -row.seconds)
+
+
+def _add(rows: list[Row]) -> Row:
+    """The first row with the numbers of all."""
+    return dataclasses.replace(rows[0], **{name: sum(getattr(row, name) for row in rows) for name in _ADDED})
 
 
 def format_operations(rows: list[Row]) -> str:
     """A table of rows for the terminal, with their sum."""
-    total = sum(row.seconds for row in rows)
     heads = f"{'count':>7}{'launches':>10}{'GFLOP':>12}{'GB read':>9}{'written':>9}{'ms':>10}{'share':>8}"
     lines = [f"  {'operations of one rank and step, modelled':<64}{heads}  bound by"]
-    sums = [sum(getattr(row, name) for row in rows) for name in ("count", "launches", "flops", "read", "written")]
+    total = dataclasses.replace(_add(rows), hidden=0.0)
     named = [(f"{row.phase}: {row.name}", row, row.bound) for row in rows]
-    for name, row, bound in [*named, ("sum", Row("", "", "", *sums, total), "")]:
+    for name, row, bound in [*named, ("sum", total, "")]:
         hidden = f" of {(row.seconds + row.hidden) * 1e3:,.2f} ms" if row.hidden > 1e-9 else ""
         lines.append(
             f"    {name:<62}{row.count:>7,}{row.launches:>10,}{row.flops / 1e9:>12,.1f}{row.read / 1e9:>9,.2f}"
-            f"{row.written / 1e9:>9,.2f}{row.seconds * 1e3:>10,.2f}{row.seconds / total:>8.1%}  {bound}{hidden}"
+            f"{row.written / 1e9:>9,.2f}{row.seconds * 1e3:>10,.2f}{row.seconds / total.seconds:>8.1%}  {bound}{hidden}"
         )
     return "\n".join(lines)
 

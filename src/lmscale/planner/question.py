@@ -1,23 +1,27 @@
 """From `conf/plan.yaml` to its answer: the job, the plan of one layout, or a ranking of all layouts."""
 
-from functools import partial
+import dataclasses
 
 from ..config import Layout, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
-from .plan import Plan, describe_padding, describe_shortage, make_plan
+from .plan import Plan, describe_padding, describe_shortage
 from .search import (
     Ranking,
     describe_limits,
     divides,
+    divisors,
+    first_that_fits,
     largest_number,
-    neighbours,
+    layout_at,
+    nearest,
+    powers_of_two,
     rank_layouts,
     rank_on_machine,
     suggest_layout,
 )
-from .workload import STAND_IN_VOCAB_SIZE, Workload, largest_dp_size, smallest_layout
+from .workload import STAND_IN_VOCAB_SIZE, Workload
 
 _HALF = ("bf16", "fp16")
 
@@ -31,25 +35,15 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     notes, cluster = [], question.cluster
     if question.model.vocab_size is None:
         notes.append(f"model.vocab_size is the tokenizer's: planned with {STAND_IN_VOCAB_SIZE:,} ids")
-    config = question.model.resolve(STAND_IN_VOCAB_SIZE)
-    dtype = question.precision.dtype
+    job = Workload.of(question, compiles=cluster.is_gpu, on_gpu=cluster.is_gpu)  # as `compile=auto` decides
+    dtype = job.dtype
     if dtype in _HALF and dtype not in cluster.dtypes:
         other = next((half for half in _HALF if half in cluster.dtypes), dtype)  # as many bytes
         if other != dtype:
             notes.append(f"a {cluster.device} has no {dtype}: planned with precision={other}")
         dtype = other
     cluster.peak_flops_per_s(dtype)
-    job = Workload(
-        config,
-        question.micro_batch_size,
-        question.global_batch_size,
-        question.data.seq_length,
-        dtype,
-        question.trainer.max_steps,
-        half_moments=question.optimizer.moments == "bf16",
-        compiles=cluster.is_gpu,  # as `compile=auto` decides
-    )
-    return job, notes
+    return dataclasses.replace(job, dtype=dtype), notes
 
 
 def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
@@ -70,24 +64,23 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
         )
     try:
         with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
-            plan = make_plan(job, layout, cluster)
+            plan = Plan(job, layout, cluster)
     except ValueError as error:
         raise ValueError(f"{error}; {suggest_layout(job, layout, cluster)}") from None
     notes += describe_padding(plan)
-    if plan.missing_bytes <= 0:
-        return plan, notes
-    for mode in _modes_to_try(question, job)[1:]:
-        other = make_plan(job.change(recompute=mode), layout, cluster)
-        if other.missing_bytes <= 0:
-            notes.append(
-                f"with model.recompute={plan.recompute.value} {describe_shortage(plan)}: "
-                f"planned with model.recompute={mode.value}"
-            )
-            return other, notes
-    raise ValueError(
-        f"the memory a rank needs must be at most what its device has, but with {plan.overrides} "
-        f"{describe_shortage(plan)}; {suggest_layout(job, layout, cluster)}"
-    )
+    found = first_that_fits([(each, layout) for each in _jobs_to_try(question, job)], cluster.usable_bytes)
+    if found is None:
+        raise ValueError(
+            f"the memory a rank needs must be at most what its device has, but with {plan.overrides} "
+            f"{describe_shortage(plan)}; {suggest_layout(job, layout, cluster)}"
+        )
+    fitting = Plan(*found, cluster)
+    if fitting.recompute is not plan.recompute:
+        notes.append(
+            f"with model.recompute={plan.recompute.value} {describe_shortage(plan)}: "
+            f"planned with model.recompute={fitting.recompute.value}"
+        )
+    return fitting, notes
 
 
 def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
@@ -97,18 +90,19 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
         ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
-    num_devices = question.num_devices or largest_number(job, question.cluster, question.parallel)
-    ranking = rank_layouts(job, question.cluster, num_devices, question.parallel, compares_options=True)
+    options = question.parallel.layout(tp_size=1, dp_size=1)
+    num_devices = question.num_devices or largest_number(job, question.cluster, options)
+    ranking = rank_layouts(job, question.cluster, num_devices, options)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
-        wanted = question.parallel.layout(tp_size=1, dp_size=num_devices)
+        wanted = dataclasses.replace(options, dp_size=num_devices)
         way_out = suggest_layout(job.change(micro_batch_size=1), wanted, question.cluster)
         raise ValueError(
             f"`num_devices` must be a number of devices on which some layout fits, but on {num_devices:,} even "
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
     best = ranking.fitting[0]
-    return ranking, notes + describe_padding(best) + describe_limits(best, question.parallel)
+    return ranking, notes + describe_padding(best) + describe_limits(best, options)
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
@@ -124,8 +118,8 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
             f"but is {question.num_devices}"
         )
     used, is_free = question.num_devices or num_devices, question.model.recompute == "auto" and question.cluster.is_gpu
-    modes = list(Recompute) if is_free else [job.config.recompute]
-    plans = rank_on_machine(job, question.cluster, used, question.parallel, modes)
+    jobs = job.in_each_mode() if is_free else [job]
+    plans = rank_on_machine(jobs, question.cluster, used, question.parallel.layout(tp_size=1, dp_size=1))
     if not plans:
         raise ValueError(
             f"`measure` needs a layout of {used} devices that divides the model and the batch "
@@ -142,38 +136,27 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
     return fitting[: question.measure]
 
 
-def _modes_to_try(question: PlanConfig, job: Workload) -> list[Recompute]:
-    """The requested recomputation mode, then those that recompute more if the planner may choose them."""
-    modes = list(Recompute)
-    return modes[modes.index(job.config.recompute) :] if question.find_recompute else [job.config.recompute]
+def _jobs_to_try(question: PlanConfig, job: Workload) -> list[Workload]:
+    """The job as requested, then in the modes that recompute more if the planner may choose them."""
+    first = list(Recompute).index(job.config.recompute)
+    return job.in_each_mode()[first:] if question.find_recompute else [job]
 
 
 def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
-    micro_batches = question.global_batch_size // question.micro_batch_size
-
-    def resolved(tp_size: int) -> Layout:
-        if request.dp_size == "auto":
-            return request.layout(
-                tp_size=tp_size, dp_size=largest_dp_size(micro_batches, machine.num_devices // tp_size)
-            )
-        return request.layout(tp_size=tp_size, dp_size=request.dp_size)
-
-    def possible(tp_size: int) -> Layout | None:
-        layout = resolved(tp_size)
-        return layout if divides(job, layout) and layout.world_size <= machine.num_devices else None
-
     if request.tp_size != "auto":
-        return resolved(request.tp_size)
-    find = partial(smallest_layout, usable=machine.usable_bytes, on_gpu=machine.is_gpu, largest=machine.num_devices)
-    for mode in _modes_to_try(question, job):
-        found = find(job.change(recompute=mode), possible)
-        if found is not None:
-            return found
+        return layout_at(job, request, request.tp_size, machine.num_devices)
+    sizes = powers_of_two(job, request.pad_heads, machine.num_devices)
+    layouts = [layout_at(job, request, tp_size, machine.num_devices) for tp_size in sizes]
+    layouts = [each for each in layouts if divides(job, each) and each.world_size <= machine.num_devices]
+    candidates = [(each, layout) for each in _jobs_to_try(question, job) for layout in layouts]
+    found = first_that_fits(candidates, machine.usable_bytes)
+    if found is not None:
+        return found[1]
     raise ValueError(
         "no tp_size fits (`parallel.tp_size`=auto): no power of two that divides the model suits the batch and fits; "
-        f"{suggest_layout(job, resolved(1), machine)}"
+        f"{suggest_layout(job, layout_at(job, request, 1, machine.num_devices), machine)}"
     )
 
 
@@ -182,10 +165,10 @@ def _check_all_are_used(question: PlanConfig, layout: Layout) -> None:
     if question.num_devices in (None, layout.world_size) or question.parallel.dp_size != "auto":
         return
     whole = question.global_batch_size // question.micro_batch_size
-    usable = [layout.tp_size * dp for dp in range(1, whole + 1) if whole % dp == 0]
-    usable = [number for number in usable if number <= question.cluster.num_devices]
+    usable = [layout.tp_size * dp for dp in divisors(whole, question.cluster.num_devices // layout.tp_size)]
+    near = " and ".join(f"{number:,}" for number in nearest(question.num_devices, usable)) or "none"
     raise ValueError(
         f"`num_devices` must be `parallel.tp_size` ({layout.tp_size}) times a `parallel.dp_size` that divides the "
         f"{whole:,} micro-batches of a step, but is {question.num_devices:,}; such numbers near it: "
-        f"{neighbours(question.num_devices, usable)}; best=true ranks the layouts that use all devices"
+        f"{near}; best=true ranks the layouts that use all devices"
     )

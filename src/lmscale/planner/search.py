@@ -1,4 +1,8 @@
-"""Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works."""
+"""Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works.
+
+A candidate is a job, with its micro-batch and recomputation mode, in a layout. `options` is a layout whose options hold
+for all that are searched; its sizes do not matter.
+"""
 
 import dataclasses
 import math
@@ -8,14 +12,14 @@ from dataclasses import dataclass
 from ..config import Layout, Recompute
 from ..config.cluster import Cluster
 from ..config.layout import ParallelConfig
-from .memory import GIB
-from .plan import Plan, make_plan
-from .workload import Workload, rank_memory
+from .memory import GIB, estimate_memory
+from .plan import Plan
+from .step_time import crosses_nodes
+from .workload import Workload
 
 LARGEST_MICRO_BATCH = 64
-_MODES = tuple(Recompute)
-_NO_OPTIONS = ParallelConfig()
 _RESTRICTING_OPTIONS = ("batch_halves", "sequence_parallel")  # not every batch and not every sequence can be cut
+Candidate = tuple[Workload, Layout]
 
 
 @dataclass(frozen=True)
@@ -31,35 +35,49 @@ class Ranking:
     too_large: tuple[Plan, ...]
 
 
-def tensor_sizes(job: Workload, largest: int, pad_heads: bool = False) -> list[int]:
+def divisors(number: int, largest: int) -> list[int]:
+    """The divisors of a number up to `largest`, ascending."""
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+
+
+def largest_dp_size(num_micro_batches: int, largest: int) -> int:
+    """The largest number of data ranks, up to `largest`, that divides the micro-batches of a step; at least 1."""
+    return max(divisors(num_micro_batches, largest), default=1)
+
+
+def layout_at(job: Workload, request: ParallelConfig, tp_size: int, num_devices: int) -> Layout:
+    """The requested layout at a `tp_size`; `dp_size=auto`: as many data ranks as batch and devices allow."""
+    dp_size = request.dp_size
+    if dp_size == "auto":
+        dp_size = largest_dp_size(job.global_batch_size // job.micro_batch_size, num_devices // tp_size)
+    return request.layout(tp_size=tp_size, dp_size=dp_size)
+
+
+def tensor_sizes(job: Workload, pad_heads: bool, largest: int) -> list[int]:
     """Every `tp_size` up to `largest` and the number of heads that cuts the model into equal shards, ascending."""
-    sizes = []
-    for tp_size in range(1, min(largest, job.config.num_attention_heads) + 1):
-        try:
-            job.config.check_tensor_parallel(tp_size, pad_heads)
-        except ValueError:
-            continue
-        sizes.append(tp_size)
-    return sizes
+    largest = min(largest, job.config.num_attention_heads)
+    return [size for size in job.config.tensor_parallel_sizes(pad_heads) if size <= largest]
 
 
-def _grids(job: Workload, num_devices: int, request: ParallelConfig) -> list[Layout]:
-    """Every layout of all `num_devices` that divides the model, with the options of `request`."""
-    sizes = tensor_sizes(job, num_devices, request.pad_heads)
-    return [request.layout(tp_size=p, dp_size=num_devices // p) for p in sizes if num_devices % p == 0]
+def powers_of_two(job: Workload, pad_heads: bool, largest: int | None = None) -> list[int]:
+    """The `tensor_sizes` that `tp_size=auto` tries, ascending."""
+    return [p for p in tensor_sizes(job, pad_heads, largest or job.config.num_attention_heads) if p.bit_count() == 1]
 
 
-def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
-    """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending.
+def _grids(job: Workload, options: Layout, num_devices: int) -> list[Layout]:
+    """Every layout of all `num_devices` that divides the model."""
+    sizes = tensor_sizes(job, options.pad_heads, num_devices)
+    return [dataclasses.replace(options, tp_size=p, dp_size=num_devices // p) for p in sizes if num_devices % p == 0]
 
-    With `batch_halves` only even ones; none if the layout does not divide the batch or, where it cuts it, the sequence.
-    """
-    if job.global_batch_size % layout.dp_size or (layout.cuts_sequence and job.seq_length % layout.tp_size):
-        return []
-    share = job.global_batch_size // layout.dp_size
-    powers = {2**n for n in range(int(math.log2(LARGEST_MICRO_BATCH)) + 1) if share % 2**n == 0}
-    sizes = sorted(powers | ({share} if share <= LARGEST_MICRO_BATCH else set()))
-    return [b for b in sizes if b % layout.batch_parts == 0]
+
+def _possible_layouts(job: Workload, options: Layout, largest: int) -> list[Layout]:
+    """Every layout of at most `largest` devices that divides the model and, with some micro-batch, the batch."""
+    grids = [
+        dataclasses.replace(options, tp_size=p, dp_size=d)
+        for p in tensor_sizes(job, options.pad_heads, largest)
+        for d in divisors(job.global_batch_size, largest // p)
+    ]
+    return [layout for layout in grids if micro_batch_sizes(job, layout)]
 
 
 def divides(job: Workload, layout: Layout) -> bool:
@@ -69,41 +87,51 @@ def divides(job: Workload, layout: Layout) -> bool:
     return whole and halves and not (layout.cuts_sequence and job.seq_length % layout.tp_size)
 
 
-def rank_layouts(
-    job: Workload,
-    cluster: Cluster,
-    num_devices: int,
-    request: ParallelConfig = _NO_OPTIONS,
-    compares_options: bool = False,
-) -> Ranking:
+def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
+    """Powers of two that divide a data rank's share of the batch, and the share itself if it is small; ascending.
+
+    With `batch_halves` only even ones; none if the layout does not divide the batch or, where it cuts it, the sequence.
+    """
+    share = job.global_batch_size // layout.dp_size
+    return [
+        b
+        for b in range(1, LARGEST_MICRO_BATCH + 1)
+        if (b.bit_count() == 1 or b == share) and divides(job.change(b), layout)
+    ]
+
+
+def _candidates(job: Workload, layouts: Iterable[Layout]) -> list[Candidate]:
+    """Every micro-batch size and recomputation mode in each layout."""
+    modes = job.in_each_mode()
+    return [(each.change(b), layout) for layout in layouts for b in micro_batch_sizes(job, layout) for each in modes]
+
+
+def first_that_fits(candidates: Iterable[Candidate], usable: int) -> Candidate | None:
+    """The first candidate whose rank needs at most `usable` bytes; None if there is none."""
+    return next((each for each in candidates if estimate_memory(*each).total <= usable), None)
+
+
+def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
     """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
 
-    Args:
-        request: its options hold for all layouts. With `sequence_parallel` a `tp_size` that does not divide the
-            sequence is left out, and with `batch_halves` an odd micro-batch on several tensor ranks.
-        compares_options: plan every layout also with `zero1` and, on GPUs, where layers are compiled,
-            `batch_halves`, each alone and both.
+    Every layout is planned also with `zero1` and, on GPUs, where layers are compiled, `batch_halves`, each alone and
+    both. With `sequence_parallel` a `tp_size` that does not divide the sequence is left out, and with `batch_halves` an
+    odd micro-batch on several tensor ranks.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
     """
     fitting, too_large = [], []
-    for layout in _grids(job, num_devices, request):
-        layouts = _with_options(layout, cluster) if compares_options else [layout]
-        plans = [
-            make_plan(job.change(b, mode), layout, cluster)
-            for layout in layouts
-            for b in micro_batch_sizes(job, layout)
-            for mode in _MODES
-        ]
+    for grid in _grids(job, options, num_devices):
+        plans = [Plan(*each, cluster) for each in _candidates(job, _with_options(grid, cluster))]
         fits = [plan for plan in plans if plan.missing_bytes <= 0]
         fitting += fits
         if plans and not fits:
             too_large.append(min(plans, key=lambda plan: plan.missing_bytes))
     if not fitting and not too_large:
-        near = [override for override, *_ in _alternatives(job, cluster, num_devices, request)]
-        sequence = " and the sequence" * request.sequence_parallel
-        even = " (into even shares if `tp_size` is above 1)" * request.batch_halves
+        near = [override for override, *_ in _alternatives(job, cluster, num_devices, options)]
+        sequence = " and the sequence" * options.sequence_parallel
+        even = " (into even shares if `tp_size` is above 1)" * options.batch_halves
         raise ValueError(
             f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
             f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; "
@@ -122,10 +150,8 @@ def _with_options(layout: Layout, cluster: Cluster) -> list[Layout]:
     return layouts
 
 
-def rank_on_machine(
-    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig, modes: Sequence[Recompute]
-) -> list[Plan]:
-    """Plan `job`, with the micro-batch that it has, in every layout of one machine, fastest first.
+def rank_on_machine(jobs: Sequence[Workload], cluster: Cluster, num_devices: int, options: Layout) -> list[Plan]:
+    """Plan a job, with the micro-batch that it has, in every layout of one machine, fastest first.
 
     Each layout without and with `zero1`, and on GPUs, where layers are compiled, `batch_halves`. On CPUs a layout may
     have fewer ranks than there are cores: each has an equal share of the cores, and is modelled as if its threads
@@ -133,19 +159,16 @@ def rank_on_machine(
     data ranks without and with `zero1`.
 
     Args:
+        jobs: the job in each recomputation mode to try; each layout has the first with which it fits, or the last.
         num_devices: GPUs or cores of the machine, all used.
-        request: its options hold for all layouts.
-        modes: of recomputation; each layout has the first with which it fits, or the last.
     """
-    counts = [num_devices] if cluster.is_gpu else [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     plans = []
-    for num_ranks in counts:
+    for num_ranks in [num_devices] if cluster.is_gpu else divisors(num_devices, num_devices):
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
-        for layout in (each for grid in _grids(job, num_ranks, request) for each in _with_options(grid, cluster)):
-            if not divides(job, layout):
-                continue
-            tried = [make_plan(job.change(recompute=mode), layout, device) for mode in modes]
-            plans.append(next((plan for plan in tried if plan.missing_bytes <= 0), tried[-1]))
+        for layout in (each for grid in _grids(jobs[0], options, num_ranks) for each in _with_options(grid, cluster)):
+            if divides(jobs[0], layout):
+                tried = [(job, layout) for job in jobs]
+                plans.append(Plan(*first_that_fits(tried, device.usable_bytes) or tried[-1], device))
     return sorted(plans, key=lambda plan: plan.time.total)
 
 
@@ -166,88 +189,68 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
     )
 
 
-def describe_limits(best: Plan, request: ParallelConfig) -> list[str]:
+def describe_limits(best: Plan, options: Layout) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
-    job, cluster, num_devices, tp_size = best.job, best.cluster, best.num_devices, best.layout.tp_size
-    limits = []
-    grids = [(layout.tp_size, layout.dp_size) for layout in _grids(job, num_devices, request)]
-    excluded = [(p, d) for p, d in grids if job.global_batch_size % d]
+    job, cluster, num_devices, limits, faster = best.job, best.cluster, best.num_devices, [], []
+    excluded = [layout for layout in _grids(job, options, num_devices) if job.global_batch_size % layout.dp_size]
     if excluded:
-        tp_sizes, dp_sizes = (", ".join(f"{size:,}" for size in sizes) for sizes in zip(*excluded, strict=True))
+        dp_sizes = ", ".join(f"{layout.dp_size:,}" for layout in excluded)
+        tp_sizes = ", ".join(f"{layout.tp_size:,}" for layout in excluded)
         limits.append(
             f"the batch of {job.global_batch_size:,} is not a multiple of dp_size {dp_sizes}, which excludes tp_size "
             f"{tp_sizes}"
         )
-    if _crosses_nodes(tp_size, num_devices, cluster):
-        limits.append(f"the tensor groups of tp_size {tp_size} cross nodes of {cluster.devices_per_node} devices")
-    faster = []
-    for override, changed, number in _alternatives(job, cluster, num_devices, request) if excluded else ():
-        speed = rank_layouts(changed, cluster, number, request, compares_options=True).fitting[0].tokens_per_s
+    if crosses_nodes(best.layout, cluster):
+        groups = f"the tensor groups of tp_size {best.layout.tp_size}"
+        limits.append(f"{groups} cross nodes of {cluster.devices_per_node} devices")
+    for override, changed, number in _alternatives(job, cluster, num_devices, options) if excluded else ():
+        speed = rank_layouts(changed, cluster, number, options).fitting[0].tokens_per_s
         faster += [f"{override} ({speed:,.0f} tokens/s)"] if speed > best.tokens_per_s else []
     return ["; ".join(limits + ([f"faster: {', '.join(faster)}"] if faster else []))] if limits else []
 
 
-def _crosses_nodes(tp_size: int, num_devices: int, cluster: Cluster) -> bool:
-    """Whether some group of consecutive tensor ranks is on two nodes."""
-    return num_devices > cluster.devices_per_node and cluster.devices_per_node % tp_size != 0
-
-
 def _alternatives(
-    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig
+    job: Workload, cluster: Cluster, num_devices: int, options: Layout
 ) -> list[tuple[str, Workload, int]]:
     """The next numbers of devices and batches below and above on which a layout fits, as an override, job and number.
 
     Numbers of devices on which it fits only with tensor groups that cross nodes are left out if there are others.
     """
-    numbers = [n for n in _possible_numbers(job, cluster, request) if _fits_on(job, cluster, n, request)]
-    numbers = [n for n in numbers if _fits_on(job, cluster, n, request, within_nodes=True)] or numbers
+    numbers = [n for n in _possible_numbers(job, cluster, options) if _fits_on(job, cluster, n, options)]
+    numbers = [n for n in numbers if _fits_on(job, cluster, n, options, within_nodes=True)] or numbers
     multiples = range(num_devices, 2 * job.global_batch_size + 1, num_devices)
-    batches = [(b, dataclasses.replace(job, global_batch_size=b)) for b in _nearest(job.global_batch_size, multiples)]
-    return [(f"num_devices={n}", job, n) for n in _nearest(num_devices, numbers)] + [
+    batches = [(b, dataclasses.replace(job, global_batch_size=b)) for b in nearest(job.global_batch_size, multiples)]
+    return [(f"num_devices={n}", job, n) for n in nearest(num_devices, numbers)] + [
         (f"global_batch_size={b}", changed, num_devices)
         for b, changed in batches
-        if _fits_on(changed, cluster, num_devices, request)
+        if _fits_on(changed, cluster, num_devices, options)
     ]
 
 
-def _nearest(number: int, numbers: Iterable[int]) -> list[int]:
+def nearest(number: int, numbers: Iterable[int]) -> list[int]:
     """The next of `numbers` below and above `number`."""
     numbers = sorted(numbers)
     return [n for n in numbers if n < number][-1:] + [n for n in numbers if n > number][:1]
 
 
-def neighbours(number: int, numbers: Iterable[int]) -> str:
-    """For messages: the next of `numbers` below and above `number`."""
-    return " and ".join(f"{n:,}" for n in _nearest(number, numbers)) or "none"
-
-
-def largest_number(job: Workload, cluster: Cluster, request: ParallelConfig = _NO_OPTIONS) -> int:
-    """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
-    numbers = sorted(_possible_numbers(job, cluster, request), reverse=True)
-    return next((number for number in numbers if _fits_on(job, cluster, number, request)), numbers[0])
-
-
-def _fits_on(
-    job: Workload, cluster: Cluster, num_devices: int, request: ParallelConfig, within_nodes: bool = False
-) -> bool:
-    """Whether some layout fits, tried with the settings that need least memory."""
-    for layout in _grids(job, num_devices, request):
-        if within_nodes and _crosses_nodes(layout.tp_size, num_devices, cluster):
-            continue
-        sizes = micro_batch_sizes(job, layout)
-        if sizes and make_plan(job.change(sizes[0], Recompute.FULL), layout, cluster).missing_bytes <= 0:
-            return True
-    return False
-
-
-def _possible_numbers(job: Workload, cluster: Cluster, request: ParallelConfig) -> set[int]:
+def _possible_numbers(job: Workload, cluster: Cluster, options: Layout) -> set[int]:
     """Numbers of devices that some grid uses fully; always contains 1."""
-    sizes = tensor_sizes(job, cluster.num_devices, request.pad_heads)
-    divisors = [
-        d for d in range(1, min(job.global_batch_size, cluster.num_devices) + 1) if job.global_batch_size % d == 0
-    ]
-    grids = [(p, d) for p in sizes for d in divisors if p * d <= cluster.num_devices]
-    return {p * d for p, d in grids if micro_batch_sizes(job, request.layout(tp_size=p, dp_size=d))}
+    return {layout.world_size for layout in _possible_layouts(job, options, cluster.num_devices)}
+
+
+def largest_number(job: Workload, cluster: Cluster, options: Layout) -> int:
+    """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
+    numbers = sorted(_possible_numbers(job, cluster, options), reverse=True)
+    return next((number for number in numbers if _fits_on(job, cluster, number, options)), numbers[0])
+
+
+def _fits_on(job: Workload, cluster: Cluster, num_devices: int, options: Layout, within_nodes: bool = False) -> bool:
+    """Whether some layout fits, tried with the settings that need least memory."""
+    grids, least = _grids(job, options, num_devices), job.change(recompute=Recompute.FULL)
+    if within_nodes:
+        grids = [layout for layout in grids if not crosses_nodes(layout, cluster)]
+    smallest = ((least.change(b), layout) for layout in grids for b in micro_batch_sizes(job, layout)[:1])
+    return first_that_fits(smallest, cluster.usable_bytes) is not None
 
 
 def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None:
@@ -255,43 +258,20 @@ def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None
 
     Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
     """
+    modes = list(Recompute)
 
-    def distance(candidate: tuple[Layout, int, Recompute]) -> tuple[float, float, float, int]:
-        layout, micro_batch_size, mode = candidate
+    def distance(candidate: Candidate) -> tuple[float, float, float, int]:
+        other, layout = candidate
         return (
             abs(math.log2(layout.world_size / wanted.world_size)),
             abs(math.log2(layout.tp_size / wanted.tp_size)),
-            abs(math.log2(micro_batch_size / job.micro_batch_size)),
-            abs(_MODES.index(mode) - _MODES.index(job.config.recompute)),
+            abs(math.log2(other.micro_batch_size / job.micro_batch_size)),
+            abs(modes.index(other.config.recompute) - modes.index(job.config.recompute)),
         )
 
-    for layout, micro_batch_size, mode in sorted(_candidates(job, wanted, cluster), key=distance):
-        changed = job.change(micro_batch_size, mode)
-        if rank_memory(changed, layout, cluster.is_gpu).total <= cluster.usable_bytes:
-            return make_plan(changed, layout, cluster)
-    return None
-
-
-def _candidates(job: Workload, wanted: Layout, cluster: Cluster) -> list[tuple[Layout, int, Recompute]]:
-    """Every grid that divides model, batch and cluster, with every micro-batch size and recomputation mode."""
-    layouts = [
-        dataclasses.replace(wanted, tp_size=tp_size, dp_size=dp_size)
-        for tp_size in tensor_sizes(job, cluster.num_devices, wanted.pad_heads)
-        for dp_size in range(1, cluster.num_devices // tp_size + 1)
-    ]
-    return [(layout, b, mode) for layout in layouts for b in micro_batch_sizes(job, layout) for mode in _MODES]
-
-
-def smallest_need(job: Workload, wanted: Layout, cluster: Cluster) -> Plan:
-    """The layout on the cluster whose rank needs least memory, with the options of `wanted` or without some."""
-    candidates = [found for layout in _relaxed(wanted) for found in _candidates(job, layout, cluster)]
-
-    def needed_bytes(candidate: tuple[Layout, int, Recompute]) -> int:
-        layout, micro_batch_size, mode = candidate
-        return rank_memory(job.change(micro_batch_size, mode), layout, cluster.is_gpu).total
-
-    layout, micro_batch_size, mode = min(candidates, key=needed_bytes)
-    return make_plan(job.change(micro_batch_size, mode), layout, cluster)
+    candidates = _candidates(job, _possible_layouts(job, wanted, cluster.num_devices))
+    found = first_that_fits(sorted(candidates, key=distance), cluster.usable_bytes)
+    return found and Plan(*found, cluster)
 
 
 def _relaxed(wanted: Layout) -> list[Layout]:
@@ -310,8 +290,10 @@ def suggest_layout(job: Workload, wanted: Layout, cluster: Cluster) -> str:
             pronoun = "it" if len(dropped) == 1 else "them"
             without = f"no layout works with {options}; without {pronoun} " if dropped else ""
             return f"{without}the nearest layout that works is {near.overrides}"
-    least = smallest_need(job, wanted, cluster)
+    layouts = [each for layout in _relaxed(wanted) for each in _possible_layouts(job, layout, cluster.num_devices)]
+    needs = [(estimate_memory(*candidate).total, candidate) for candidate in _candidates(job, layouts)]
+    needed, (least, layout) = min(needs, key=lambda need: need[0])
     return (
-        f"no layout works: the one that needs least memory, {least.overrides}, still needs "
-        f"{least.needed_bytes / GIB:.1f} GiB per rank"
+        f"no layout works: the one that needs least memory, {least.overrides(layout)}, still needs "
+        f"{needed / GIB:.1f} GiB per rank"
     )

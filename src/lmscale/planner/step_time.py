@@ -129,16 +129,14 @@ def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[Row]:
     Raises:
         ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
     """
-    config = job.config
-    if keeps_scores(config, cluster.is_gpu):
-        config = dataclasses.replace(config, attention="exact")
-    counted = config, layout, job.micro_batch_size, job.num_micro_batches(layout), job.seq_length, job.dtype
-    messages, shares = step_collectives(*counted, cluster.is_gpu), {}
-    if cluster.is_gpu and layout.tp_size > 1:  # elsewhere layers are not compiled
+    if keeps_scores(job):
+        job = dataclasses.replace(job, config=dataclasses.replace(job.config, attention="exact"))
+    messages, shares = step_collectives(job, layout), {}
+    if job.on_gpu and layout.tp_size > 1:  # elsewhere layers are not compiled
         each = {message.what: message_s(message, layout, cluster) / message.count for message in messages}
-        shares = exposed_shares(config, layout, job.micro_batch_size, job.seq_length, job.dtype, cluster, each)
-    operations = step_operations(*counted, job.half_moments)
-    return [*operation_rows(operations, cluster, job.dtype), *message_rows(messages, layout, cluster, shares)]
+        shares = exposed_shares(job, layout, cluster, each)
+    operations = operation_rows(step_operations(job, layout), cluster, job.dtype)
+    return [*operations, *message_rows(messages, layout, cluster, shares)]
 
 
 def operation_rows(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> list[Row]:
@@ -169,16 +167,20 @@ def message_rows(
     return found
 
 
+def crosses_nodes(layout: Layout, cluster: Cluster) -> bool:
+    """Whether some group of consecutive tensor ranks is on two nodes: of several, if the group does not divide one."""
+    return layout.world_size > cluster.devices_per_node and cluster.devices_per_node % layout.tp_size != 0
+
+
 def message_s(message: Collective, layout: Layout, cluster: Cluster) -> float:
     """Seconds of all of a collective in full: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that
     for the others, and a latency each.
 
     Source: Hockney 1994; Patarasuk and Yuan 2009 for the ring's 2 (p - 1) / p.
     """
-    num_ranks = layout.tp_size if message.group == "tensor" else layout.dp_size
-    # Groups of consecutive ranks lie within nodes only if they divide one; else some group is on two of several nodes.
-    whole = message.group == "tensor" and cluster.devices_per_node % layout.tp_size == 0
-    bandwidth = cluster.bandwidth(layout.tp_size if whole else layout.world_size)
+    num_ranks = layout.axes[message.group]
+    in_node = message.group == "tensor" and not crosses_nodes(layout, cluster)
+    bandwidth = cluster.bandwidth(1 if in_node else layout.world_size)
     rounds = 2 if message.kind == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
     seconds = rounds * (num_ranks - 1) / num_ranks * message.num_bytes / bandwidth + cluster.latency_us * 1e-6
     return message.count * seconds

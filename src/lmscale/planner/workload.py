@@ -1,17 +1,17 @@
-"""The memory that a rank of a job needs and that its device offers, for the planner and for a run's own check."""
+"""The training that is planned: with a `Layout`, what every count of the planner follows from."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ..config import Layout, Recompute, TransformerConfig
-from ..partition import part_sizes
-from .memory import BYTES, FP32_BYTES, GIB, HALF_BYTES, MemoryEstimate, estimate_memory
-from .params import parameter_sizes
+from ..config.plan import PlanConfig
+from ..config.pretrain import RunConfig
+from .flops import scored_tokens
 
-# Memory used by the framework, its context and fragmentation: an allowance on a GPU; on a CPU the 0.3 GiB of a process
-# that has imported torch and Lightning, plus some.
-GPU_RESERVED_GIB, CPU_RESERVED_GIB = 2.0, 0.5
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # fp8: bf16 numbers, rounded within a product
+FP32_BYTES = 4
+HALF_BYTES = 2
 STAND_IN_VOCAB_SIZE = 2000  # ids, used before the tokenizer is known; padding makes the exact number unimportant
 
 
@@ -21,13 +21,14 @@ class Workload:
 
     Args:
         config: the model, with its vocabulary and recomputation mode.
-        micro_batch_size: sequences of a rank's forward pass.
+        micro_batch_size: sequences b of a rank's forward pass.
         global_batch_size: sequences of a step.
-        seq_length: tokens.
-        dtype: of weights, activations and gradients.
+        seq_length: tokens s.
+        dtype: of weights, activations and gradients: fp64, fp32, bf16, fp16, or fp8, which counts as bf16.
         num_steps: optimizer steps of the run.
-        half_moments: AdamW's moments are kept in bf16.
+        half_moments: AdamW's moments are kept in bf16, and converted to fp32 tensor by tensor.
         compiles: the layers and the optimizer are compiled.
+        on_gpu: a GPU has a flash kernel with attention dropout, LayerNorms in half types and larger pieces of the loss.
     """
 
     config: TransformerConfig
@@ -35,18 +36,66 @@ class Workload:
     global_batch_size: int
     seq_length: int
     dtype: str
-    num_steps: int
+    num_steps: int = 1
     half_moments: bool = False
     compiles: bool = False
+    on_gpu: bool = True
+
+    @classmethod
+    def of(cls, request: PlanConfig | RunConfig, attention: str = "sdpa", **machine: Any) -> "Workload":
+        """The training of a configuration; until `model.recompute=auto` is resolved, nothing is recomputed.
+
+        Args:
+            attention: in place of `model.attention=auto`.
+            machine: `compiles` and `on_gpu`.
+        """
+        return cls(
+            request.model.resolve(STAND_IN_VOCAB_SIZE, attention),
+            request.micro_batch_size,
+            request.global_batch_size,
+            request.data.seq_length,
+            request.precision.dtype,
+            request.trainer.max_steps,
+            request.optimizer.moments == "bf16",
+            **machine,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes e of a weight."""
+        return BYTES[self.dtype]
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of a number where gradients are summed, e and at least 4."""
+        return max(self.weight_bytes, FP32_BYTES)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch, b s."""
+        return self.micro_batch_size * self.seq_length
+
+    @property
+    def num_scored(self) -> int:
+        """Scored tokens m of a micro-batch."""
+        return self.micro_batch_size * scored_tokens(self.config, self.seq_length)
+
+    def own_tokens(self, layout: Layout) -> int:
+        """Tokens of a rank outside the parallel region: b s, with sequence parallelism b s / p."""
+        return self.tokens // layout.tp_size if layout.cuts_sequence else self.tokens
+
+    def num_micro_batches(self, layout: Layout) -> int:
+        """Forward passes of a rank in a step."""
+        return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
 
     def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Workload":
         """The same training with a different micro-batch or recomputation mode."""
         config = self.config if recompute is None else dataclasses.replace(self.config, recompute=recompute)
         return dataclasses.replace(self, config=config, micro_batch_size=micro_batch_size or self.micro_batch_size)
 
-    def num_micro_batches(self, layout: Layout) -> int:
-        """Forward passes of a rank in a step."""
-        return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
+    def in_each_mode(self) -> list["Workload"]:
+        """The same training in every recomputation mode, least recomputation first."""
+        return [self.change(recompute=mode) for mode in Recompute]
 
     def overrides(self, layout: Layout) -> str:
         """This job on a grid as overrides of `train.py` and `plan.py`."""
@@ -58,79 +107,3 @@ class Workload:
             + (" parallel.batch_halves=true" if layout.batch_halves else "")
             + (" parallel.pad_heads=true" if self.config.num_attention_heads % layout.tp_size else "")
         )
-
-
-def rank_memory(job: Workload, layout: Layout, on_gpu: bool) -> MemoryEstimate:
-    """Bytes of one rank, see `estimate_memory`.
-
-    Raises:
-        ValueError: `layout.tp_size` does not divide the model.
-    """
-    return estimate_memory(
-        job.config,
-        layout.tp_size,
-        job.micro_batch_size,
-        job.seq_length,
-        job.dtype,
-        layout.dp_size,
-        on_gpu,
-        accumulates=job.num_micro_batches(layout) > 1,
-        cuts_sequence=layout.cuts_sequence,
-        zero1=layout.cuts_optimizer,
-        half_moments=job.half_moments,
-        compiles=job.compiles,
-        pad_heads=layout.pad_heads,
-    )
-
-
-def checkpoint_bytes(job: Workload, layout: Layout) -> int:
-    """Bytes of a checkpoint that one rank writes, at most: its weights, in fp32 at least, and their moments.
-
-    With `checkpoint.async` the rank holds them in host memory. Left out: tensors that all tensor ranks have are written
-    by one of them, a fraction of a per cent.
-    """
-    weight = max(BYTES[job.dtype], FP32_BYTES)
-    moment = HALF_BYTES if job.half_moments else weight
-    largest = max(part_sizes(parameter_sizes(job.config, layout.tp_size, layout.pad_heads), layout.dp_size))
-    return largest * (weight + 2 * moment)
-
-
-def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:
-    """Bytes for the tensors of each rank on a device that `num_ranks` share; negative if nothing is left."""
-    return memory_bytes // num_ranks - int((GPU_RESERVED_GIB if on_gpu else CPU_RESERVED_GIB) * GIB)
-
-
-def largest_dp_size(num_micro_batches: int, largest: int) -> int:
-    """The largest number of data ranks, up to `largest`, that divides the micro-batches of a step; at least 1."""
-    return next((dp for dp in range(min(num_micro_batches, largest), 1, -1) if num_micro_batches % dp == 0), 1)
-
-
-def smallest_layout(
-    job: Workload, layout_at: Callable[[int], Layout | None], usable: int, on_gpu: bool, largest: int | None = None
-) -> Layout | None:
-    """The layout with the smallest power of two as `tp_size` that divides the model and whose rank fits.
-
-    Args:
-        layout_at: the layout for a `tp_size`; None if there is none.
-        usable: bytes of a device for a rank's tensors.
-        largest: largest tp_size to try; None: the number of heads.
-
-    Returns:
-        None if no such size fits.
-    """
-    tp_size, largest = 1, min(largest or job.config.num_attention_heads, job.config.num_attention_heads)
-    while tp_size <= largest:
-        layout = layout_at(tp_size)
-        try:
-            if layout is not None and rank_memory(job, layout, on_gpu).total <= usable:
-                return layout
-        except ValueError:  # does not divide, and so does no larger power of two
-            return None
-        tp_size *= 2
-    return None
-
-
-def first_mode_that_fits(job: Workload, layout: Layout, usable: int, on_gpu: bool) -> Recompute | None:
-    """The mode that recomputes least among those with at most `usable` bytes per rank; None if there is none."""
-    fits = (mode for mode in Recompute if rank_memory(job.change(recompute=mode), layout, on_gpu).total <= usable)
-    return next(fits, None)

@@ -9,7 +9,7 @@ from ..config import Layout, Recompute, TransformerConfig
 from ..config.pretrain import RunConfig
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
-from ..planner.workload import largest_dp_size
+from ..planner.search import largest_dp_size
 from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun
@@ -24,7 +24,7 @@ def announce(
 ) -> None:
     """Print the run's model, layout, options, steps and folder in a few lines."""
     run, resume_from, config, layout, batch = job.run, agreed.checkpoint, agreed.model, job.layout, job.batch
-    parameters = count_parameters(config, layout.tp_size, layout.pad_heads)
+    parameters = count_parameters(config, layout)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
     chosen += describe_idle_gpus(job)
     if run.parallel.record is not None:

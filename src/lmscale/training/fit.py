@@ -1,5 +1,6 @@
 """The layout and the recomputation that fit this machine, and whether a run does; no torch on a host without GPUs."""
 
+import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,42 +9,16 @@ from ..config import Layout, Recompute
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
-from ..planner.memory import GIB
-from ..planner.workload import (
-    STAND_IN_VOCAB_SIZE,
-    Workload,
-    checkpoint_bytes,
-    first_mode_that_fits,
-    largest_dp_size,
-    rank_memory,
-    smallest_layout,
-    usable_bytes,
-)
+from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, usable_bytes
+from ..planner.search import first_that_fits, layout_at, powers_of_two
+from ..planner.workload import Workload
 from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
 
 
-def workload_of(run: RunConfig, compiles: bool = False, attention: str = "sdpa") -> Workload:
-    """The run as the planner sees it; until `model.recompute=auto` is resolved, nothing is recomputed.
-
-    Args:
-        attention: in place of `model.attention=auto`.
-    """
-    return Workload(
-        run.model.resolve(STAND_IN_VOCAB_SIZE, attention),
-        run.micro_batch_size,
-        run.global_batch_size,
-        run.data.seq_length,
-        run.precision.dtype,
-        run.trainer.max_steps,
-        half_moments=run.optimizer.moments == "bf16",
-        compiles=compiles,
-    )
-
-
-def resolve_layout(request: ParallelConfig, workload: Workload, world: World | None, on_gpu: bool) -> Layout:
+def resolve_layout(request: ParallelConfig, workload: Workload, world: World | None) -> Layout:
     """Resolve the sizes of the grid.
 
     Args:
@@ -52,57 +27,57 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
     Raises:
         ValueError: the world size does not match, or no size fits (`auto`).
     """
-    tp_size, dp_size, devices = request.tp_size, request.dp_size, 1 if world is None else world.size
+    on_gpu, devices = workload.on_gpu, 1 if world is None else world.size
     if on_gpu and world is None:
         import torch
 
         devices = torch.cuda.device_count()
 
-    def data_ranks(tp: int) -> int:
-        if dp_size != "auto":
-            return dp_size
-        if world is not None:  # all ranks that were started must be used
-            return max(1, devices // tp)
-        return largest_dp_size(workload.global_batch_size // workload.micro_batch_size, devices // tp)
+    def at(tp_size: int) -> Layout:
+        if request.dp_size == "auto" and world is not None:  # all ranks that were started must be used
+            return request.layout(tp_size=tp_size, dp_size=max(1, devices // tp_size))
+        return layout_at(workload, request, tp_size, devices)
 
-    if tp_size == "auto":
+    if request.tp_size == "auto":
         ranks, memory = 1, device_memory(on_gpu)
         if not on_gpu:  # the local ranks share the host's memory
-            ranks = world.local_size if world is not None else 1 if dp_size == "auto" else dp_size
-        usable = usable_bytes(memory, on_gpu, ranks)
-        found = smallest_layout(workload, lambda tp: request.layout(tp_size=tp, dp_size=data_ranks(tp)), usable, on_gpu)
-        tp_size = None if found is None else found.tp_size
+            ranks = world.local_size if world is not None else at(1).dp_size
+        candidates = [(workload, at(tp_size)) for tp_size in powers_of_two(workload, request.pad_heads)]
+        found = first_that_fits(candidates, usable_bytes(memory, on_gpu, ranks))
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
-        if tp_size is None or (tp_size > 1 and not on_gpu and world is None):
+        if found is None or (found[1].tp_size > 1 and not on_gpu and world is None):
             raise ValueError(
                 "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the "
                 f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
             )
-    layout = request.layout(tp_size=tp_size, dp_size=data_ranks(tp_size))
+        layout = found[1]
+    else:
+        layout = at(request.tp_size)
     if world is not None and layout.world_size != world.size:
         raise ValueError(
-            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}), "
+            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({layout.tp_size} x {layout.dp_size}), "
             f"but {world.size} ranks were started"
         )
     if world is None and on_gpu and layout.world_size > devices:
         way_out = "" if request.tp_size == "auto" else "; trainer.accelerator=cpu trains on its cores"
         raise ValueError(
-            f"`parallel.tp_size` x `parallel.dp_size` ({tp_size} x {layout.dp_size}) must be at most the GPUs of this "
-            f"host, but it has {devices}{way_out}"
+            f"`parallel.tp_size` x `parallel.dp_size` ({layout.tp_size} x {layout.dp_size}) must be at most the GPUs "
+            f"of this host, but it has {devices}{way_out}"
         )
     return layout
 
 
-def resolve_recompute(run: RunConfig, workload: Workload, layout: Layout, on_gpu: bool) -> Workload:
+def resolve_recompute(run: RunConfig, workload: Workload, layout: Layout) -> Workload:
     """The work with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
 
     On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
     If no mode fits it is none too, and `check_memory` refuses the run.
     """
-    if run.model.recompute != "auto" or not on_gpu:
+    if run.model.recompute != "auto" or not workload.on_gpu:
         return workload
-    mode = first_mode_that_fits(workload, layout, usable_bytes(device_memory(True), True), True)
-    return workload.change(recompute=mode or Recompute.NONE)
+    modes = [(each, layout) for each in workload.in_each_mode()]
+    found = first_that_fits(modes, usable_bytes(device_memory(True), True))
+    return workload if found is None else found[0]
 
 
 def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: World | None) -> None:
@@ -131,7 +106,7 @@ def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: W
         raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
 
 
-def check_memory(name: str, workload: Workload, layout: Layout, world: World | None, on_gpu: bool) -> None:
+def check_memory(name: str, workload: Workload, layout: Layout, world: World | None) -> None:
     """Refuse a run whose weights, gradients, optimizer state and activations cannot fit.
 
     On a CPU the local ranks share the host's memory; on GPUs each has its own.
@@ -143,28 +118,30 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
         ValueError: with the bytes needed per rank, the bytes available and the smallest layout that would fit such
             devices: of this job, or else with the smallest micro-batch and full recomputation.
     """
+    on_gpu = workload.on_gpu
     sharing = 1 if on_gpu else world.local_size if world is not None else layout.world_size
-    there, needed = device_memory(on_gpu), rank_memory(workload, layout, on_gpu).total
+    there, needed = device_memory(on_gpu), estimate_memory(workload, layout).total
     if needed <= usable_bytes(there, on_gpu, sharing):
         return
     least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
-    for smaller in (workload, least):
-        fits = smallest_layout(smaller, lambda tp: replace(layout, tp_size=tp), usable_bytes(there, on_gpu), on_gpu)
-        if fits is not None:
-            way_out = (
-                f"the smallest layout that fits is {smaller.overrides(fits)} on {fits.world_size} {device}(s) {size}"
-            )
-            break
-    else:
+    layouts = [replace(layout, tp_size=tp_size) for tp_size in powers_of_two(workload, layout.pad_heads)]
+    fits = first_that_fits(itertools.product((workload, least), layouts), usable_bytes(there, on_gpu))
+    if fits is None:
         way_out = (
             f"no tp_size that divides this model fits {device}s {size}, even with micro_batch_size="
             f"{least.micro_batch_size} model.recompute=full"
         )
-    mode = first_mode_that_fits(workload, layout, usable_bytes(there, on_gpu, sharing), on_gpu)
-    if mode is not None:
-        way_out += f"; here model.recompute={mode.value} fits"
-    elif smaller is workload and workload.config.recompute is not Recompute.FULL:
+    else:
+        job, smallest = fits
+        way_out = (
+            f"the smallest layout that fits is {job.overrides(smallest)} on {smallest.world_size} {device}(s) {size}"
+        )
+    modes = [(each, layout) for each in workload.in_each_mode()]
+    here = first_that_fits(modes, usable_bytes(there, on_gpu, sharing))
+    if here is not None:
+        way_out += f"; here model.recompute={here[0].config.recompute.value} fits"
+    elif fits is not None and fits[0] is workload and workload.config.recompute is not Recompute.FULL:
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
     reserved = -usable_bytes(0, on_gpu)
     raise ValueError(
@@ -175,7 +152,7 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
     )
 
 
-def check_background_saves(workload: Workload, layout: Layout, world: World | None, on_gpu: bool) -> None:
+def check_background_saves(workload: Workload, layout: Layout, world: World | None) -> None:
     """Refuse to save in the background where the host cannot hold the copies that its ranks write from.
 
     On a CPU the ranks train in the same memory.
@@ -184,7 +161,7 @@ def check_background_saves(workload: Workload, layout: Layout, world: World | No
         ValueError: with the bytes of a rank's copies and of the host.
     """
     ranks = world.local_size if world is not None else layout.world_size
-    in_use = 0 if on_gpu else rank_memory(workload, layout, False).total
+    in_use = 0 if workload.on_gpu else estimate_memory(workload, layout).total
     copies, there = checkpoint_bytes(workload, layout), host_memory_available()
     if copies + in_use > usable_bytes(there, False, ranks):
         raise ValueError(

@@ -18,6 +18,7 @@ from ..data.prepared import PreparedCorpus
 from ..data.tokenizer import check_tokenizer
 from ..kernels import Kernels, check_cuda_graphs
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
+from ..planner.workload import Workload
 from . import accelerator, fit
 from .job import Job
 from .kernel_choice import resolve_kernels
@@ -116,14 +117,14 @@ def check(run: RunConfig) -> CheckedRun:
     if parallel.record is not None:
         parallel, num_threads = read_measured_layout(run, on_gpu, kernels.compiles)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
-    workload = fit.workload_of(run, kernels.compiles, attention or "sdpa")
-    layout = fit.resolve_layout(parallel, workload, world, on_gpu)
+    workload = Workload.of(run, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
+    layout = fit.resolve_layout(parallel, workload, world)
     run.check_layout(layout)
     fit.check_host(run, layout, num_threads, world)
-    workload = fit.resolve_recompute(run, workload, layout, on_gpu)
-    fit.check_memory(run.name, workload, layout, world, on_gpu)
+    workload = fit.resolve_recompute(run, workload, layout)
+    fit.check_memory(run.name, workload, layout, world)
     if run.checkpoint.async_:
-        fit.check_background_saves(workload, layout, world, on_gpu)
+        fit.check_background_saves(workload, layout, world)
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, workload.config.recompute.value, layout.tp_size)
     check_tokenizer(run.tokenizer, run.model.family)
     check_loads(run.model.family)
