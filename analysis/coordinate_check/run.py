@@ -59,7 +59,8 @@ def resized(config: RunConfig, hidden_size: int, num_layers: int) -> Transformer
     model, bases = config.model, {}
     if model.parametrization != "standard":
         bases["base_hidden_size"] = model.base_hidden_size or model.hidden_size
-        bases["base_num_layers"] = model.base_num_layers or model.num_layers
+        if model.scaling.scales_depth:
+            bases["base_num_layers"] = model.base_num_layers or model.num_layers
         bases["base_head_size"] = model.base_head_size or model.head_size
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers}
     sizes["num_attention_heads"] = hidden_size // model.head_size
