@@ -302,6 +302,24 @@ def test_a_strategy_without_tensor_ranks_is_refused(with_own_loader) -> None:
         plain.fit(module, users_loader() if with_own_loader else data)
 
 
+def test_data_of_another_family_or_vocabulary_are_refused(tmp_path) -> None:
+    gpt, bert = parts(), parts("bert")
+    for module, data, family in ((gpt[0], bert[1], "bert"), (bert[0], gpt[1], "gpt")):
+        with pytest.raises(ValueError, match=rf"^`family` of the data must be the model's \(\w+\), but is {family}$"):
+            trainer(tmp_path).fit(module, data)
+    small = GPTModule(TransformerConfig("gpt", vocab_size=500, **SIZES))
+    with pytest.raises(ValueError, match="^`vocab_size` of the model must be at least the tokenizer's 600 ids, but is"):
+        trainer(tmp_path).validate(small, gpt[1])
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 600), ("tokens", -100), ("labels", 600), ("labels", -1)])
+def test_ids_of_a_users_loader_that_the_model_lacks_are_refused(tmp_path, name: str, value: int) -> None:
+    tokens = torch.arange(8)
+    loader = DataLoader([{"tokens": tokens, "labels": torch.full((8,), -100), name: torch.full((8,), value)}])
+    with pytest.raises(ValueError, match=rf"^`{name}` must be ids below .* \(600\), but one is {value}$"):
+        steps(tmp_path, loader, None)
+
+
 def test_several_ranks_in_a_notebook_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
