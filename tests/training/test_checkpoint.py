@@ -140,6 +140,14 @@ def test_a_checkpoint_of_a_version_with_fewer_keys_is_of_the_model_with_their_de
         )
 
 
+def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> None:
+    run = tiny_run("gpt", tmp_path, resume=str(finished), trainer__max_steps=5)
+    with pytest.raises(
+        CheckpointError, match="`trainer.max_steps` must be at least the 6 steps .* has done, but is 5$"
+    ):
+        resolve(run)
+
+
 def test_a_base_size_of_null_is_that_of_the_model() -> None:
     null = TransformerConfig("gpt", 2, 64, 4, 500, 32, parametrization="completep").to_dict()
     metadata = CheckpointMetadata(1, {}, null, tensors={}, files={}, optimizer={}, run={}, state={})
