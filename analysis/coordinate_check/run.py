@@ -16,6 +16,7 @@ Not seen by this check: the weight decay.
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,10 +42,12 @@ from lmscale.config.pretrain import RunConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+from lmscale.results import record_argument
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 VOCABULARY, SEQUENCES, TOKENS = 256, 8, 64  # the batch, at most as long as the model's positions
 ALONE = ParallelContext()
+FIGURES = (".png", ".pdf", ".svg")
 
 
 def read_config(overrides: list[str]) -> RunConfig:
@@ -57,9 +60,12 @@ def read_config(overrides: list[str]) -> RunConfig:
 def resized(config: RunConfig, hidden_size: int, num_layers: int) -> TransformerConfig:
     """The configured model at a different width and depth, with heads of the same size and without dropout."""
     model, bases = config.model, {}
+    if hidden_size % model.head_size:
+        raise ValueError(f"a width must be a multiple of the head size ({model.head_size}), but is {hidden_size}")
     if model.parametrization != "standard":
         bases["base_hidden_size"] = model.base_hidden_size or model.hidden_size
-        bases["base_num_layers"] = model.base_num_layers or model.num_layers
+        if model.scaling.scales_depth:
+            bases["base_num_layers"] = model.base_num_layers or model.num_layers
         bases["base_head_size"] = model.base_head_size or model.head_size
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers}
     sizes["num_attention_heads"] = hidden_size // model.head_size
@@ -128,6 +134,12 @@ def check(config: RunConfig, widths: list[int], depths: list[int], seeds: int, s
         for size in sizes:
             runs = [moves(resized(config, *size), config.optimizer, s, steps, readout_steps) for s in range(seeds)]
             by_size.append({name: float(np.mean([run[name] for run in runs])) for name in runs[0]})
+            still = [name for name, value in by_size[-1].items() if not 0 < value < math.inf]
+            if still:
+                raise ValueError(
+                    f"`optimizer.lr` must move every part by a finite distance, but with {config.optimizer.lr:g} the "
+                    f"{still[0]} moves by {by_size[-1][still[0]]} at hidden size {size[0]} and {size[1]} layers"
+                )
         lengths = [size[axis == "depth"] for size in sizes]
         for name in by_size[0] if by_size else ():
             values = [found[name] for found in by_size]
@@ -174,13 +186,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=_positive, default=3)
     parser.add_argument("--bound", type=float, default=0.3, help="largest power of the size that passes")
     parser.add_argument(
-        "--output", type=Path, default=Path("coordinate_check.png"), help="figure; the record is beside it"
+        "--output", type=record_argument, default=Path("coordinate_check.png"), help="figure; the record is beside it"
     )
     own, overrides = parser.parse_known_args()
     try:
         config = read_config(overrides)
         if own.depths is None:
             own.depths = [] if config.model.parametrization == "mup" else [2, 4, 8, 16]
+        if own.output.suffix not in FIGURES:
+            raise ValueError(f"`--output` must end in {', '.join(FIGURES)}, but is {own.output}")
         for name, sizes in (("--widths", own.widths), ("--depths", own.depths)):
             if len(set(sizes)) == 1:
                 raise ValueError(f"`{name}` must have at least two sizes or none, but has {sizes[0]}")
@@ -188,9 +202,9 @@ def main() -> None:
             raise ValueError("`--widths` or `--depths` must have sizes, but both have none")
         for width in own.widths:
             resized(config, width, config.model.num_layers)
+        rows = check(config, own.widths, own.depths, own.seeds, own.steps, own.readout_steps)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         exit_with(error)
-    rows = check(config, own.widths, own.depths, own.seeds, own.steps, own.readout_steps)
     failed = [row for row in rows if abs(row["power"]) > own.bound]
     for row in rows:
         values = "  ".join(f"{value:9.4f}" for value in row["moves"])

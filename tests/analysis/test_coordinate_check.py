@@ -61,7 +61,25 @@ def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--widths", "100", "128"], "`hidden_size` must be a multiple of `num_attention_heads` (6), but is 100"),
+        (["--widths", "128", "100"], "a width must be a multiple of the head size (16), but is 100"),
+        (["--widths", "128", "24"], "a width must be a multiple of the head size (16), but is 24"),
+        (["--output", "c.txt"], "`--output` must end in .png, .pdf, .svg, but is c.txt"),
+        (
+            [
+                "optimizer.lr=1e30",
+                "--widths",
+                "32",
+                "64",
+                "--depths",
+                "--seeds",
+                "1",
+                "--steps",
+                "1",
+                "--readout-steps",
+                "1",
+            ],
+            "`optimizer.lr` must move every part by a finite distance, but with 1e+30 the logits moves by nan",
+        ),
         (["--widths", "64"], "`--widths` must have at least two sizes or none, but has 64"),
         (["--widths", "--depths"], "`--widths` or `--depths` must have sizes, but both have none"),
         (["model.parametrization=mu"], "`model.parametrization` must be one of standard, mup, completep"),

@@ -72,8 +72,9 @@ def test_only_the_papers_size_on_the_full_set_is_a_run() -> None:
     assert record_kind(qqp_run(), PAPER, {"dev": 669}, trained) == ("scaled_down", "1.3B")
     assert record_kind(qqp_run(), PAPER, whole, 8_999) == ("scaled_down", "1.3B")
     assert record_kind(qqp_run(max_train_examples=100), PAPER, whole, trained)[0] == "scaled_down"
-    post = dataclasses.replace(PAPER, norm_order="post")
-    assert record_kind(qqp_run(), post, whole, trained)[0] == "scaled_down"
+    for changes in ({"norm_order": "post"}, {"parametrization": "mup"}):
+        other = dataclasses.replace(PAPER, **changes)
+        assert record_kind(qqp_run(), other, whole, trained)[0] == "scaled_down"
 
 
 def test_the_committed_comparison_matches_the_committed_runs() -> None:

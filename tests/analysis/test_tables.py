@@ -175,6 +175,7 @@ def test_the_papers_full_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     assert record_kind(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
     assert record_kind(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
     assert record_kind(task, SMALL, STEPS) == ("scaled_down", None)
+    assert record_kind(task, replace(gpt("2.5B"), parametrization="mup"), STEPS) == ("scaled_down", "2.5B")
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ AUTO = {
 }
 
 
-BASES = {"base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
-MULTIPLIED = {name: BASES | {"parametrization": "mup" if name == BERT else "completep"} for name in FAMILIES}
+BASES = {"base_hidden_size": 6, "base_head_size": 3}
+COMPLETEP = {"parametrization": "completep", "base_num_layers": 1}
+MULTIPLIED = {name: BASES | ({"parametrization": "mup"} if name == BERT else COMPLETEP) for name in FAMILIES}
 
 
 @pytest.mark.parametrize("name, changes", [*((name, {}) for name in FAMILIES), *MULTIPLIED.items()])

@@ -284,6 +284,8 @@ def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:
             "`micro_batch_size` must be even with `parallel.batch_halves`, but is 1",
         ),
         (["cluster.path=conf/cluster/h100.yaml", "cluster.num_devices=4"], "`cluster.path` must be alone"),
+        (["cluster.path=2026"], "`cluster.path` must be text or null, but is 2026; quotes make it text"),
+        ([f"cluster.memory_gib={10**309}"], "`cluster.memory_gib` must be a finite number, but is 1000"),
         (
             ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.seq_length=1022", "cluster=h200"],
             "`data.seq_length` must be a multiple of `parallel.tp_size` (4)",

@@ -274,6 +274,7 @@ def bad_inputs(folder: Path) -> Path:
         (("task=imagenet", "ckpt=gpt2"), "`task` must be one of lambada, wikitext103, but is 'imagenet'"),
         (("ckpt=gpt2",), "`task` must be one of lambada, wikitext103, but is not given"),
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
+        (("task=lambada", "task.path=x", "ckpt=gpt2", "task.name=[a]"), "`task` must be one of "),
     ],
 )
 def test_an_error_is_one_line(bad_inputs: Path, overrides: tuple[str, ...], message: str) -> None:

@@ -21,6 +21,7 @@ AUTO = Literal["auto"]
         (bool | AUTO, 1, "true or false or auto, but is 1"),
         (Count, None, "a whole number, but is null"),
         (AboveZero, float("nan"), "a finite number, but is nan"),
+        (AboveZero, 10**309, f"a finite number, but is {10**309}"),  # no float holds it
         (Annotated[Fraction, Rule("above 0", bool)], 0.0, "above 0, but is 0.0"),
         (Fraction, 1, "at least 0 and below 1, but is 1"),
         (Recompute | AUTO, "ful", "one of none, selective, full, auto, but is 'ful'; did you mean `full`?"),

@@ -254,3 +254,12 @@ def test_a_cache_on_a_full_disk_is_named_and_left_clean(tmp_path, monkeypatch, n
     with pytest.raises(ValueError, match=r"^`data.cache_dir` must be a folder .*, but .*/cache: No space left"):
         prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), TRAINED, "gpt", None)
     assert not list((tmp_path / "cache" / name).iterdir())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "of other content", "missing"])
+def test_a_damaged_corpus_in_the_cache_is_named(tmp_path, name, content) -> None:
+    path = Path(prepare_texts(tmp_path, TEXTS, "gpt").folder) / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{path.parent} is damaged; remove it to have it built again$"):
+        prepare_texts(tmp_path, TEXTS, "gpt")

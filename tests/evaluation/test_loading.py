@@ -13,10 +13,10 @@ from sharding import random_model, small_config
 from lmscale.checkpoint import CheckpointError
 from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
-from lmscale.config.generate import GenerateTokenizer
+from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation import ranks
-from lmscale.evaluation.loading import describe_checkpoint, load_model, load_requested_tokenizer
+from lmscale.evaluation.loading import check_gpt, describe_checkpoint, load_model, load_requested_tokenizer
 from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
 from lmscale.evaluation.tokenizer_choice import choose_tokenizer
 from lmscale.models import BERT, GPT
@@ -177,6 +177,17 @@ def test_a_tokenizer_must_match_the_checkpoint(tmp_path) -> None:
         choose_tokenizer(own, None, large, "ckpt")
     with pytest.raises(ValueError, match=f"whose model has 99 ids, but it has {own.vocab_size}"):
         choose_tokenizer(own, None, small_config("gpt"), "ckpt")
+
+
+def test_a_model_may_have_more_ids_than_the_tokenizer_of_its_run(tmp_path) -> None:
+    tokenizer = trained(300)
+    config = small_config("gpt", vocab_size=tokenizer.vocab_size + 33, vocab_multiple=1024)
+    path = save_gpt(tmp_path / "ours", gpt(config), tokenizer)
+    model, found = check_gpt(GenerateConfig(str(path), prompt="x"))
+    assert (model.vocab_size, found.fingerprint) == (config.vocab_size, tokenizer.fingerprint)
+    published = export_hugging_face(path, tmp_path / "published")
+    with pytest.raises(ValueError, match=f"whose model has {config.vocab_size} ids, but it has {tokenizer.vocab_size}"):
+        check_gpt(GenerateConfig(str(published), prompt="x"))
 
 
 def test_the_same_tokenizer_in_another_file_format_matches(shared_data, tmp_path) -> None:

@@ -49,9 +49,12 @@ def losses_of(model, tokens: list[int], window: int, stride: int, micro_batch_to
     return measure_losses(model, tokens, windows, micro_batch_tokens).tolist()
 
 
-@pytest.mark.parametrize("window, stride", SHAPES)
-def test_the_loss_of_a_text_is_the_sum_over_single_tokens(window: int, stride: int) -> None:
-    model = random_model(small_config("gpt"), ParallelContext()).eval()
+COMPLETEP = {"parametrization": "completep", "base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
+
+
+@pytest.mark.parametrize("window, stride, changes", [*((*shape, {}) for shape in SHAPES), (13, 5, COMPLETEP)], ids=str)
+def test_the_loss_of_a_text_is_the_sum_over_single_tokens(window: int, stride: int, changes: dict) -> None:
+    model = random_model(small_config("gpt", **changes), ParallelContext()).eval()
     tokens = stream(47)
     expected = math.fsum(brute_force(model, tokens, window, stride))
     for micro_batch_tokens in (1, 40, 10_000):

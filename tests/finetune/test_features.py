@@ -147,3 +147,13 @@ def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     place.write_text(place.read_text() + "99\t0\t0\ta\tb\t1\n")
     assert len(load_features(prepare_features(make_task("qqp"), str(place), tokenizer, cache))) == 6
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "features.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", None], ids=["empty", "of other content", "missing"])
+def test_damaged_features_in_the_cache_are_named(tmp_path, name, content) -> None:
+    arguments = make_task("qqp"), str(write_task(tmp_path, "qqp", 5)), make_tokenizer(), tmp_path / "cache"
+    folder = prepare_features(*arguments)
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{folder} is damaged; remove it to have it built again$"):
+        prepare_features(*arguments)

@@ -184,6 +184,14 @@ def test_hidden_files_in_a_folder_of_race_are_skipped_and_counted(shared_data, t
     assert len(report.skipped["hidden file or folder"]) == 2
 
 
+def test_an_empty_file_of_race_is_refused(tmp_path) -> None:
+    for name, text in (("middle/1.txt", ""), ("high/1.txt", json.dumps(GOOD))):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="middle/1.txt: a file must have an article, but is ''"):
+        read_examples(make_task("race"), str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["mnli", "race", "squad_v1"])
 def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path, name: str) -> None:
     path = write_task(tmp_path, name, 3)

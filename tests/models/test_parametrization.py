@@ -14,7 +14,8 @@ from lmscale.training.step.learning_rate import UpdateSchedule
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 ALONE = ParallelContext()
-BASE = {"base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}  # of 24, 2 and 6: N = 4, D = 2
+BASE_WIDTH = {"base_hidden_size": 6, "base_head_size": 3}  # of 24 and 6: N = 4
+BASES = {"mup": BASE_WIDTH, "completep": BASE_WIDTH | {"base_num_layers": 1}}  # of 2: D = 2
 N, D = 4.0, 2.0
 BLOCK = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 
@@ -47,7 +48,7 @@ def test_at_its_base_size_a_model_trains_as_the_standard_one_bit_for_bit(family:
 
 @pytest.mark.parametrize("parametrization, depth", [("mup", 1.0), ("completep", D)])
 def test_every_parameter_has_the_factors_of_completeps_table_1(parametrization: str, depth: float) -> None:
-    model, optimizer = make("bert", parametrization, **BASE)
+    model, optimizer = make("bert", parametrization, **BASES[parametrization])
     found = settings_by_name(model, optimizer)
     residual_layers = 1 if parametrization == "completep" else 2
     hidden = [f"transformer.layers.{i}.{name}.weight" for i in range(2) for name in BLOCK]
@@ -68,7 +69,7 @@ def test_every_parameter_has_the_factors_of_completeps_table_1(parametrization: 
 
 
 def test_the_schedule_scales_the_floor_too() -> None:
-    model, optimizer = make("gpt", "mup", **BASE)
+    model, optimizer = make("gpt", "mup", **BASES["mup"])
     UpdateSchedule(optimizer, ScheduleConfig("linear", warmup_steps=0, decay_steps=1, min_lr=0.125), 0.5)
     found = settings_by_name(model, optimizer)
     assert found["transformer.layers.1.mlp.up.weight"]["lr"] == 0.125 / N
@@ -77,7 +78,7 @@ def test_the_schedule_scales_the_floor_too() -> None:
 
 def test_a_step_without_gradients_shrinks_all_matrices_alike() -> None:
     # A coordinate check does not see a wrong decay: microsoft/mup, pull request 73.
-    model, optimizer = make("bert", "completep", **BASE)
+    model, optimizer = make("bert", "completep", **BASES["completep"])
     UpdateSchedule(optimizer, ScheduleConfig("constant", warmup_steps=0, decay_steps=1), 0.5)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
     for param in model.parameters():
@@ -96,7 +97,8 @@ def test_a_step_without_gradients_shrinks_all_matrices_alike() -> None:
 def test_a_model_with_its_multipliers_folded_in_is_a_standard_one(
     family: str, norm_order: str, parametrization: str, attention: str
 ) -> None:
-    config = small_config(family, norm_order=norm_order, parametrization=parametrization, attention=attention, **BASE)
+    changes = {"norm_order": norm_order, "attention": attention} | BASES[parametrization]
+    config = small_config(family, parametrization=parametrization, **changes)
     model, batch = random_model(config, ALONE), random_batch(config)
     standard = random_model(config.as_standard(), ALONE, seed=1)
     with torch.no_grad():
@@ -111,10 +113,10 @@ def test_a_model_with_its_multipliers_folded_in_is_a_standard_one(
 
 def test_the_multipliers_are_those_of_the_paper() -> None:
     # The other test compares two ways of ours; this one has the numbers.
-    rules = small_config("gpt", parametrization="completep", **BASE).scaling
+    rules = small_config("gpt", parametrization="completep", **BASES["completep"]).scaling
     assert (rules.output_factor, rules.residual_factor) == (1 / N, 1 / D)
     assert rules.attention_factor / math.sqrt(6) == pytest.approx(math.sqrt(3) / 6)
-    assert small_config("gpt", parametrization="mup", **BASE).scaling.residual_factor == 1.0
+    assert small_config("gpt", parametrization="mup", **BASES["mup"]).scaling.residual_factor == 1.0
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,11 @@ def test_the_multipliers_are_those_of_the_paper() -> None:
             "`norm_order` must be pre with parametrization=completep",
         ),
         ({"base_hidden_size": 64}, "`base_hidden_size` must be null with parametrization=standard, but is 64"),
-        ({"parametrization": "mup", "base_num_layers": 0}, "`base_num_layers` must be"),
+        ({"parametrization": "completep", "base_num_layers": 0}, "`base_num_layers` must be"),
+        (
+            {"parametrization": "mup", "base_num_layers": 2},
+            "`base_num_layers` must be null with parametrization=mup, but is 2",
+        ),
         ({"parametrization": "muP"}, "`parametrization` must be one of standard, mup, completep, but is 'muP'"),
     ],
 )

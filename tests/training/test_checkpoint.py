@@ -9,7 +9,7 @@ import pytest
 import torch
 from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 
-from lmscale.checkpoint import CheckpointError, check_model, list_checkpoints, read_metadata
+from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
 from lmscale.data.sampler import GlobalBatchSampler
 from lmscale.training.checkpoints import sharded_strategy
@@ -138,6 +138,23 @@ def test_a_checkpoint_of_a_version_with_fewer_keys_is_of_the_model_with_their_de
         check_model(
             dataclasses.replace(metadata, model=old), metadata.model | {"parametrization": "mup"}, "step_6.ckpt"
         )
+
+
+def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> None:
+    run = tiny_run("gpt", tmp_path, resume=str(finished), trainer__max_steps=5)
+    with pytest.raises(
+        CheckpointError, match="`trainer.max_steps` must be at least the 6 steps .* has done, but is 5$"
+    ):
+        resolve(run)
+
+
+def test_a_base_size_of_null_is_that_of_the_model() -> None:
+    null = TransformerConfig("gpt", 2, 64, 4, 500, 32, parametrization="completep").to_dict()
+    metadata = CheckpointMetadata(1, {}, null, tensors={}, files={}, optimizer={}, run={}, state={})
+    given = null | {"base_hidden_size": 64, "base_num_layers": 2, "base_head_size": 16}
+    check_model(metadata, given, "step_1.ckpt")
+    with pytest.raises(CheckpointError, match="of another model: base_num_layers is 7 here and 2 there$"):
+        check_model(metadata, given | {"base_num_layers": 7}, "step_1.ckpt")
 
 
 def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:

@@ -51,6 +51,21 @@ def test_a_resume_keeps_earlier_rows_and_drops_later_and_truncated_ones(tmp_path
     assert all(float(row["train/loss"]) == 1.0 / int(row["step"]) for row in rows(path))
 
 
+def test_a_resume_loses_no_row_of_a_file_with_a_byte_order_mark_and_other_letters(tmp_path) -> None:
+    path = tmp_path / "metrics.csv"
+    first = MetricsFile(path)
+    first.resume_at(0)
+    first.log_metrics({"train/loss": 0.5, "Länge": 1.0}, 1)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # saved by a spreadsheet
+    second = MetricsFile(path)
+    second.resume_at(1)
+    second.log_metrics({"train/loss": 0.5}, 2)
+    second.log_metrics({"train/loss": 0.5, "new": 2.0}, 3)
+    second.log_metrics({"train/loss": 0.5}, 4)
+    assert [row["step"] for row in rows(path)] == ["1", "2", "3", "4"]
+    assert list(rows(path)[0])[:3] == ["step", "train/loss", "Länge"]
+
+
 def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
     for stop in (6, 3):
         logger = MetricsFile(tmp_path / "metrics.csv")

@@ -5,6 +5,7 @@ import itertools
 import json
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 from runs import tiny_run
@@ -13,8 +14,10 @@ from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
 from lmscale.training.announcement import describe_options, warn_of_costly_validation
+from lmscale.training.metrics_file import MetricsFile
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
+from lmscale.training.run_folder import METRICS, prepare_folder
 from lmscale.training.runtime.exit_codes import INTERRUPTED
 from lmscale.training.runtime.interruption import Interruption
 
@@ -81,6 +84,19 @@ def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
     # The module; torch.distributed.rendezvous is a function.
     monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", refuse)
     assert pretrain(resolve(tiny_run("gpt", tmp_path))) == 0
+
+
+def test_every_damaged_metrics_file_of_a_resumed_run_is_kept(tmp_path, capsys) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "tokenizer.json").write_text("{}")
+    job = SimpleNamespace(files={}, corpus=SimpleNamespace(folder=tmp_path / "corpus"))
+    agreed = SimpleNamespace(step=3, describe=lambda job: {})
+    texts = ["", 'step,train/loss\n1,"0.5\n' + "2,0.5\n" * 30_000]  # torn; with a quote too many
+    for text, name in zip(texts, ("metrics.csv.damaged", "metrics.csv.damaged2"), strict=True):
+        (tmp_path / METRICS).write_text(text)
+        assert prepare_folder(job, agreed, tmp_path, MetricsFile(tmp_path / METRICS)) is None
+        assert f"metrics.csv cannot be read; kept as {name}, a new one begins" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == text
 
 
 def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -> None:

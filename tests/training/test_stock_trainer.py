@@ -25,7 +25,7 @@ from runs import REPOSITORY, read_rows, run_jobs, tiny_run
 from sharding import small_config
 from torch.utils.data import DataLoader
 
-from lmscale.checkpoint import CheckpointReader
+from lmscale.checkpoint import CheckpointError, CheckpointReader
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, ScheduleConfig
 from lmscale.data.datamodule import TextDataModule
@@ -168,6 +168,25 @@ def test_a_checkpoint_of_the_training_script_resumes(tmp_path) -> None:
     with CheckpointReader(tmp_path / "run" / "checkpoints" / "step_3.ckpt") as reader:
         for name, param in module.model.named_parameters():
             assert torch.equal(param, reader.read(f"model/{name}")), name
+    for call in (trainer(tmp_path).validate, trainer(tmp_path).test):
+        assert len(call(module, data, ckpt_path=path, verbose=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_order": "peri"}, "norm_order is 'peri' here and 'pre' there"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3 here and 4 there"),
+        ({"parametrization": "mup", "base_hidden_size": 12}, "parametrization is 'mup' here and 'standard' there$"),
+    ],
+)
+def test_a_checkpoint_of_another_model_with_the_same_tensors_is_refused(tmp_path, changes, message) -> None:
+    one = trainer(tmp_path, max_steps=1)
+    one.fit(*parts())
+    one.save_checkpoint(tmp_path / "one.ckpt")
+    module, data = parts(**changes)
+    with pytest.raises(CheckpointError, match=f"^checkpoint one.ckpt is of another model: .*{message}"):
+        trainer(tmp_path).fit(module, data, ckpt_path=tmp_path / "one.ckpt")
 
 
 def test_the_trainers_gradient_clip_value_is_used(tmp_path) -> None:
@@ -300,6 +319,24 @@ def test_a_strategy_without_tensor_ranks_is_refused(with_own_loader) -> None:
     plain = L.Trainer(accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match="^`strategy` must be a TensorParallelStrategy, but is SingleDeviceStrategy$"):
         plain.fit(module, users_loader() if with_own_loader else data)
+
+
+def test_data_of_another_family_or_vocabulary_are_refused(tmp_path) -> None:
+    gpt, bert = parts(), parts("bert")
+    for module, data, family in ((gpt[0], bert[1], "bert"), (bert[0], gpt[1], "gpt")):
+        with pytest.raises(ValueError, match=rf"^`family` of the data must be the model's \(\w+\), but is {family}$"):
+            trainer(tmp_path).fit(module, data)
+    small = GPTModule(TransformerConfig("gpt", vocab_size=500, **SIZES))
+    with pytest.raises(ValueError, match="^`vocab_size` of the model must be at least the tokenizer's 600 ids, but is"):
+        trainer(tmp_path).validate(small, gpt[1])
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 600), ("tokens", -100), ("labels", 600), ("labels", -1)])
+def test_ids_of_a_users_loader_that_the_model_lacks_are_refused(tmp_path, name: str, value: int) -> None:
+    tokens = torch.arange(8)
+    loader = DataLoader([{"tokens": tokens, "labels": torch.full((8,), -100), name: torch.full((8,), value)}])
+    with pytest.raises(ValueError, match=rf"^`{name}` must be ids below .* \(600\), but one is {value}$"):
+        steps(tmp_path, loader, None)
 
 
 def test_several_ranks_in_a_notebook_are_refused(monkeypatch) -> None:

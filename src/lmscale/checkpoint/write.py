@@ -246,7 +246,7 @@ def remove_checkpoint(path: str | Path) -> None:
 
 
 def set_aside(path: str | Path) -> Path:
-    """Rename a damaged checkpoint so that it is not loaded but stays available for inspection."""
+    """Rename a damaged checkpoint or file so that it is not loaded but stays available for inspection."""
     path = Path(path)
     number, kept = 1, path.with_name(f"{path.name}.damaged")
     while kept.exists():

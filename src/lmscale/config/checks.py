@@ -9,8 +9,8 @@ Refusals have one form, "`name` must be RULE, but is VALUE"; `from_dict.build` p
 
 import dataclasses
 import difflib
-import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -131,7 +131,9 @@ def _is_of(kind: Any, value: object) -> bool:
     base = _base(kind)
     if isinstance(value, bool) or base not in (int, float):
         return isinstance(base, type) and isinstance(value, base) and not (isinstance(value, bool) and base is int)
-    return isinstance(value, int) or (base is float and isinstance(value, float) and math.isfinite(value))
+    if base is int:
+        return isinstance(value, int)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max  # not nan, nor a longer whole number
 
 
 def _base(kind: Any) -> Any:

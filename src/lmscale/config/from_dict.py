@@ -92,7 +92,7 @@ def _built(hint: Any, value: object, name: str) -> object:
     if float in numbers and isinstance(value, (str, int)) and not isinstance(value, bool):
         try:
             value = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass  # `check` refuses it
     elif int in numbers and isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -84,7 +84,7 @@ class ModelConfig(Checked):
             (`standard`), with a best learning rate that stays as the width grows (`mup`), or also as the depth grows
             (`completep`, pre-norm only).
         base_hidden_size: width at which the parametrization equals `standard`; None: the model's own.
-        base_num_layers: depth at which it does; None: the model's own.
+        base_num_layers: depth at which it does (`completep`); None: the model's own.
         base_head_size: head size at which it does; None: the model's own.
         attention: torch's fused kernels (`sdpa`), one of them first, plain softmax whose dropout does not depend on the
             layout (`exact`), or the fastest by measurement (`auto`).
@@ -129,10 +129,10 @@ class ModelConfig(Checked):
         if self.recompute != "auto":
             object.__setattr__(self, "recompute", Recompute(self.recompute))
         check(Literal[*_parametrizations()], self.parametrization, "parametrization")
-        for name in BASES if self.parametrization == "standard" else ():
-            require(self, name, "null with parametrization=standard", getattr(self, name) is None)
-        rule = f"pre with parametrization={self.parametrization}, whose depth rule was published for it alone"
         scales_depth = _parametrizations()[self.parametrization].scales_depth
+        for name in BASES if self.parametrization == "standard" else () if scales_depth else ("base_num_layers",):
+            require(self, name, f"null with parametrization={self.parametrization}", getattr(self, name) is None)
+        rule = f"pre with parametrization={self.parametrization}, whose depth rule was published for it alone"
         require(self, "norm_order", rule, self.norm_order == "pre" or not scales_depth)
         rule = f"a multiple of `num_attention_heads` ({self.num_attention_heads})"
         require(self, "hidden_size", rule, self.hidden_size % self.num_attention_heads == 0)

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import Checked, Count, PathText, Positive, require
+from .checks import Checked, Count, PathText, Positive, check, require
 from .cluster import Cluster, read_cluster
 from .from_dict import EntryConfig
 from .layout import ParallelConfig
@@ -93,6 +93,7 @@ class PlanConfig(EntryConfig):
         values = {key: value for key, value in values.items() if key not in _TRAINING_ONLY}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
+            check(str | None, path, "cluster.path")
             beside = [o for o in overrides if o.lstrip("+").startswith("cluster.") and "cluster.path" not in o]
             if path is not None and beside:
                 raise ValueError(

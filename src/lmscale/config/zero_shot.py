@@ -106,7 +106,7 @@ class ZeroShotConfig(EntryConfig):
             ValueError: an unknown key, a missing one or a value of a different type, with its dotted name.
         """
         task = values.get("task")
-        if not isinstance(task, dict) or task.get("name") not in TASKS:
+        if not isinstance(task, dict) or task.get("name") not in [*TASKS]:  # it may be a list
             refuse("task", f"one of {', '.join(TASKS)}", task)
         task = build(TASKS[task["name"]], task, "task.")
         return super().from_dict(values | {"task": task})

@@ -186,6 +186,7 @@ class TextDataModule(PretrainDataModule):
         tokenizer: TokenizerConfig | None = None,
     ) -> None:
         L.LightningDataModule.__init__(self)  # the rest is built in `setup`, once the Trainer is known
+        self.family = family
         self.data = data or DataConfig(kind="local" if path else "embedded", seq_length=seq_length, path=path)
         self.prepared = prepare_corpus(self.data, tokenizer or TokenizerConfig("trained", vocab_size), family, None)
         for note in self.prepared.manifest["notes"]:
@@ -201,11 +202,18 @@ class TextDataModule(PretrainDataModule):
         """Divide the samples over the data ranks of the Trainer; validation has micro-batches of the module's size.
 
         Raises:
-            ValueError: a strategy without tensor ranks, a training without end, whose order cannot be made, or a step
-                that the micro-batches of the ranks do not divide.
+            ValueError: a strategy without tensor ranks, samples or ids that the model does not take, a training without
+                end, whose order cannot be made, or a step that the micro-batches of the ranks do not divide.
         """
-        trainer = self.trainer
+        trainer, model = self.trainer, self.trainer.lightning_module.config
         check_strategy(trainer)
+        if model.traits.samples != self.prepared.samples:
+            raise ValueError(f"`family` of the data must be the model's ({model.family}), but is {self.family}")
+        if self.vocab_size > model.vocab_size:
+            raise ValueError(
+                f"`vocab_size` of the model must be at least the tokenizer's {self.vocab_size} ids, but is "
+                f"{model.vocab_size}"
+            )
         if stage == "fit" and max(trainer.max_steps, trainer.max_epochs or 0) < 0:
             raise ValueError(f"`max_steps` or `max_epochs` must be set, but both are {trainer.max_steps}")
         dp_size = trainer.strategy.parallel.dp_size

@@ -51,6 +51,22 @@ def cut_step(step: Batch, micro_batch_size: int | None) -> list[Batch]:
     return [trim_padding({key: x[i : i + size] for key, x in step.items()}) for i in range(0, num_samples, size)]
 
 
+def check_ids(batch: Batch, vocab_size: int) -> None:
+    """Refuse ids that the model does not have; the embedding would take them for those of another rank, and be zero.
+
+    Raises:
+        ValueError: a token or a label is not an id.
+    """
+    for name in ("tokens", "labels"):
+        ids = batch.get(name, torch.empty(0))
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        wrong = wrong[wrong != IGNORE_LABEL] if name == "labels" else wrong
+        if len(wrong):
+            raise ValueError(
+                f"`{name}` must be ids below the model's `vocab_size` ({vocab_size}), but one is {wrong[0].item()}"
+            )
+
+
 def trim_padding(batch: Batch) -> Batch:
     """Find the scored positions of padded samples and drop an unneeded mask, on the host: no GPU is waited for."""
     if "attention_mask" not in batch:

@@ -15,7 +15,7 @@ import tokenizers
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of
 from ..text.input_files import list_files
-from .indexed_corpus import IndexedCorpus, check_indexed
+from .indexed_corpus import TOKENIZER, IndexedCorpus, check_indexed
 from .indexed_dataset import IndexedDataset
 from .indexed_writer import IndexedWriter, best_dtype
 from .prepared import CorpusPart, PreparedCorpus
@@ -111,11 +111,25 @@ class TextCorpus:
         return load_tokenizer(config, self.form, model_vocab_size, lambda: self.split["train"], self.key, cache)
 
     def open(self, tokenizer: Tokenizer, cache: Path) -> tuple[Path, dict, dict[str, tuple[CorpusPart, ...]]]:
-        """Return the folder in the cache, the manifest and the parts by split, for `PreparedCorpus`."""
+        """Return the folder in the cache, the manifest and the parts by split, for `PreparedCorpus`.
+
+        Raises:
+            ValueError: the folder is damaged.
+        """
         facts = (FORMAT_VERSION, self.key, self.form.name, tokenizer.fingerprint, tokenizers.__version__)
         folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-        if not (folder / "manifest.json").is_file():
+        if not folder.is_dir():
             self._build(folder, tokenizer)
+        try:
+            manifest, parts = self._read(folder, tokenizer)
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
+            raise ValueError(f"{folder} is damaged; remove it to have it built again") from None
+        return folder, manifest, parts
+
+    def _read(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict, dict[str, tuple[CorpusPart, ...]]]:
+        """Return the manifest and the parts of a corpus in the cache, whose tokenizer a run copies."""
+        if (folder / TOKENIZER).read_text(encoding="utf-8") != tokenizer.inner.to_str(pretty=True):
+            raise ValueError(TOKENIZER)
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         manifest["notes"] = self._notes(tokenizer.vocab_size, manifest)
         parts = {}
@@ -123,7 +137,7 @@ class TextCorpus:
             held, prefix = manifest[split], folder / f"{split}_text_{self.form.sequence}"
             identity = f"{held['sha256']} {manifest['tokenizer']}"
             parts[split] = (CorpusPart(str(prefix), 0, held["documents"], identity),)
-        return folder, manifest, parts
+        return manifest, parts
 
     @cached_property
     def documents(self) -> dict[str, Documents]:
@@ -192,7 +206,7 @@ class TextCorpus:
             for split, texts in self.split.items():
                 manifest[split] = self._write(building / f"{split}_text_{self.form.sequence}", texts, tokenizer)
             # `inner.save` writes the same and raises no OSError.
-            (building / "tokenizer.json").write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
+            (building / TOKENIZER).write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
             try:
                 os.rename(building, folder)

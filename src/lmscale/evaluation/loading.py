@@ -113,7 +113,8 @@ def check_gpt(
         model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
         if config.accelerator == "gpu" and not torch.cuda.is_available():
             raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    return model, choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
+    saved, is_ours = load_saved_tokenizer(folder, model), not is_hugging_face(folder)
+    return model, choose_tokenizer(requested, saved, model, config.ckpt, trusts_saved=is_ours)
 
 
 def load_requested_tokenizer(config: GenerateTokenizer) -> Tokenizer | None:

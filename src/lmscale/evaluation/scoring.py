@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..models import GPT
-from ..parallel import vocab_parallel_cross_entropy, vocab_parallel_logits
+from ..parallel import vocab_parallel_cross_entropy
 from ..parallel.argmax import vocab_parallel_argmax
 
 PLACES_AT_ONCE = 1024  # positions whose logits are in memory at once: 0.2 GB in fp32 at 51,200 columns
@@ -36,8 +36,7 @@ def score_places(
     losses, best, allowed = [], [], []
     padded = model.config.padded_vocab_size
     for part, wanted in zip(hidden.split(PLACES_AT_ONCE), targets.split(PLACES_AT_ONCE), strict=True):
-        weight = model.transformer.word_embedding.weight
-        logits = vocab_parallel_logits(part, weight, None, model.config.vocab_size, model.context)  # [n, v/p]
+        logits = model.logits(part)  # [n, v/p]
         losses.append(vocab_parallel_cross_entropy(logits, wanted, padded, model.context).double())
         best.append(vocab_parallel_argmax(logits, model.context))
         if banned is not None:

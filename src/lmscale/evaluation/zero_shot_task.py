@@ -138,6 +138,7 @@ def record_kind(task: WikiText103 | Lambada, model: TransformerConfig, step: int
         as_in_paper = (windows.num_targets, windows.window, windows.stride) == (WIKITEXT_TEST_TARGETS, 1024, 32)
     else:
         as_in_paper = task.form == "openai" and not task.num_truncated  # the raw text, section 5.2
-    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY and model.norm_order == "pre"
+    as_in_paper = as_in_paper and model.vocab_size == GPT_VOCABULARY
+    as_in_paper = as_in_paper and (model.norm_order, model.parametrization) == ("pre", "standard")
     is_run = as_in_paper and task.split == "test" and step == STEPS and paper_size is not None
     return "run" if is_run else "scaled_down", paper_size

@@ -152,5 +152,5 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
         write_outputs(folder / "predictions", run.task, model.sets, model.predictions, model.logits)
         write_run_record(job, model, features, session.num_threads)
     if model.save_problem is not None:
-        raise CheckpointError(model.save_problem)
+        raise CheckpointError(f"checkpoint of step {model.completed_steps} not saved: {model.save_problem}")
     return DONE

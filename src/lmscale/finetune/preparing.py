@@ -48,12 +48,16 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
         folder for `load_features`.
 
     Raises:
-        ValueError: the rows cannot be used; see `read_examples`.
+        ValueError: the rows cannot be used; see `read_examples`. What the cache has is damaged.
     """
     settings = [getattr(task, name) for name in _SETTINGS]
     facts = (FEATURES_VERSION, tokenizers.__version__, tokenizer.fingerprint, settings, fingerprint(task, place))
     folder = cache_dir / f"{task.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:24]}"
     if folder.is_dir():
+        try:
+            load_features(folder)
+        except (FileNotFoundError, EOFError, ValueError, TypeError):  # of torn files
+            raise ValueError(f"{folder} is damaged; remove it to have it built again") from None
         return folder
     examples, report = read_examples(task, place)
     features = benchmark_of(task).encode(task, examples, tokenizer, report.notes())

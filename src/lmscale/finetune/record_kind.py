@@ -30,8 +30,8 @@ def record_kind(
             describes its training.
 
     Returns:
-        `run` if size and norm order are those of Table 4 and the sets are the complete sets of Table 5, otherwise
-        `scaled_down`; and the name of the size, None if the paper has none.
+        `run` if size, norm order and parametrization are those of Table 4 and the sets are the complete sets of Table
+        5, otherwise `scaled_down`; and the name of the size, None if the paper has none.
     """
     shape = (model.num_layers, model.hidden_size, model.num_attention_heads)
     size = next((name for name, paper in BERT_SIZES.items() if paper == shape), None)
@@ -40,5 +40,6 @@ def record_kind(
     whole = all(num_examples.get(name) == count for name, count in SCORED[run.task.name].items())
     trimmed = run.from_scratch or run.trainer.max_train_examples is not None
     trimmed |= num_trained is not None and num_trained < (1 - _MISSING) * TRAINED[run.task.name]
-    is_run = size is not None and model.norm_order == "pre" and whole and not trimmed
+    as_in_paper = (model.norm_order, model.parametrization) == ("pre", "standard")
+    is_run = size is not None and as_in_paper and whole and not trimmed
     return "run" if is_run else "scaled_down", size

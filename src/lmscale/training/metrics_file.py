@@ -57,7 +57,7 @@ class MetricsFile(Logger):
         if step == 0 or not self.path.is_file():
             self.path.unlink(missing_ok=True)
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = self.path.read_text(encoding="utf-8-sig").splitlines(keepends=True)  # a spreadsheet may add a mark
         rows = csv.reader(lines[1:])
         kept = [line for line, row in zip(lines[1:], rows, strict=True) if line.endswith("\n") and int(row[0]) <= step]
         self.columns = next(csv.reader(lines[:1]))
@@ -114,12 +114,12 @@ class MetricsFile(Logger):
 
     def _add_columns(self, columns: list[str]) -> None:
         """Give the rows of the file empty cells for the columns that it lacks."""
-        text = self.path.read_text(encoding="utf-8")
-        _, *lines = text.splitlines()
-        commas, num_before = "," * (len(columns) - len(self.columns)), text[: self.offset].count("\n")
+        data = self.path.read_bytes()
+        _, *lines = data.decode().splitlines()
+        commas, num_before = "," * (len(columns) - len(self.columns)), data[: self.offset].count(b"\n")
         wider = [line + "\n" for line in (",".join(columns), *(line + commas for line in lines))]
         write_atomically(self.path, "".join(wider).encode())
-        self.offset = len("".join(wider[:num_before]))
+        self.offset = len("".join(wider[:num_before]).encode())
 
     def _say(self, text: str) -> None:
         print(f"WARNING: {self.path}: {text}", file=sys.stderr, flush=True)

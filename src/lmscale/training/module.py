@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..config import TransformerConfig
 from ..config.family import family_of, load
 from ..config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from ..data.loading import cut_step, pinned_like, trim_padding
+from ..data.loading import check_ids, cut_step, pinned_like, trim_padding
 from ..kernels import PLAIN, Kernels
 from ..models import build_model
 from ..parallel.argmax import vocab_parallel_argmax
@@ -108,7 +108,13 @@ class PretrainModule(TrainingModule):
 
     def on_before_batch_transfer(self, batch: MicroBatch, dataloader_idx: int) -> MicroBatch | list[MicroBatch]:
         """Cut a step into its micro-batches, on the host: what their shapes depend on is then known without waiting
-        for a GPU."""
+        for a GPU.
+
+        Raises:
+            ValueError: a user's loader gives ids that the model does not have.
+        """
+        if "sample_numbers" not in batch:  # our own data have been checked
+            check_ids(batch, self.config.vocab_size)
         if not self.trainer.training:
             return trim_padding(batch)
         return cut_step(self._number_samples(batch), self.micro_batch_size)

@@ -1,11 +1,12 @@
 """What a run writes into its folder, besides its metrics and checkpoints, and how it reports a failure."""
 
+import csv
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished
+from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, set_aside
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..results import new_record, write_record
@@ -72,8 +73,8 @@ def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: 
         write_atomically(checkpoints / TOKENIZER_FOLDER / "tokenizer.json", tokenizer)
         try:
             metrics.resume_at(agreed.step)
-        except (ValueError, LookupError, StopIteration):  # torn by a crash of the machine
-            kept = (run_dir / METRICS).rename(run_dir / f"{METRICS}.damaged")
+        except (ValueError, LookupError, StopIteration, csv.Error):  # torn by a crash of the machine
+            kept = set_aside(run_dir / METRICS)
             print(
                 f"WARNING: {METRICS} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True
             )

@@ -52,7 +52,10 @@ def _from_files(path: Path, report: RowReport) -> Iterator[tuple[str, str | None
             report.skip("hidden file or folder", name.as_posix())
             continue
         level = next((part for part in file.relative_to(path.parent).parts[:-1][::-1] if part in LEVELS), None)
-        for where, passage in jsonl_rows(file):
+        passages = list(jsonl_rows(file))
+        if not passages:
+            report.refuse("a file must have an article", "", name.as_posix())
+        for where, passage in passages:
             yield f"{name.as_posix()} {where}", level, passage
 
 

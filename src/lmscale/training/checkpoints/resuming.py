@@ -113,7 +113,8 @@ def check_fit(
         corpus_hash: hash of the tokenized training text.
 
     Raises:
-        CheckpointError: the model, its initial weights or the data differ; every difference is listed.
+        CheckpointError: the model, its initial weights or the data differ; every difference is listed. The checkpoint
+            is past the end of the run.
         ScheduleDiffersError: the schedule differs under `resume.schedule=assert`.
     """
     metadata = read_metadata(path)
@@ -128,6 +129,15 @@ def check_fit(
     ]
     if lacking:
         raise CheckpointError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
+    last_step, key = min(
+        (run.trainer.max_steps, "max_steps"),
+        (run.trainer.stop_after_steps or run.trainer.max_steps, "stop_after_steps"),
+    )
+    if metadata.step > last_step and not (Path(run.run_dir) / "record.json").is_file():  # else the run has ended
+        raise CheckpointError(
+            f"`trainer.{key}` must be at least the {metadata.step} steps that checkpoint {name} has done, but is "
+            f"{last_step}"
+        )
     then = {"model.initializer": "generator"} | _flat(metadata.run)  # from before there was a choice: without the key
     differences = _differences(_INITIAL_KEYS, run, then)
     if differences:

@@ -18,6 +18,7 @@ from ...checkpoint import (
     CheckpointMetadata,
     CheckpointWriter,
     TensorEntry,
+    check_model,
     divide_tensors,
     read_metadata,
     remove_checkpoint,
@@ -203,8 +204,13 @@ class ShardedCheckpointStrategy(DDPStrategy):
         self.writer.begin(path, tensors, metadata, share)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What Lightning needs to resume after a checkpoint's step; the tensors are read later, in place."""
+        """What Lightning needs to resume after a checkpoint's step; the tensors are read later, in place.
+
+        Raises:
+            CheckpointError: it is missing, damaged or of another model.
+        """
         metadata = read_metadata(checkpoint_path)
+        check_model(metadata, self.lightning_module.config.to_dict(), checkpoint_path)
         if "lightning" in metadata.state:
             found = from_json(metadata.state["lightning"])
             count_steps(found["loops"]["fit_loop"])
@@ -217,11 +223,13 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def _lightning_state_of_run(self, metadata: CheckpointMetadata) -> dict[str, Any]:
         """The same for a checkpoint of `src/train.py`, which has no Lightning state."""
         trainer = self.lightning_module.trainer
+        others = "validate_loop", "test_loop", "predict_loop"
+        loops = {name: getattr(trainer, name).state_dict() for name in others}
         found = {
             "pytorch-lightning_version": L.__version__,
             "epoch": 0,
             "global_step": metadata.step,
-            "loops": {"fit_loop": loops_after(trainer.fit_loop.state_dict(), metadata.step)},
+            "loops": loops | {"fit_loop": loops_after(trainer.fit_loop.state_dict(), metadata.step)},
             "callbacks": {},
             "lr_schedulers": [{}],
             "lmscale": metadata.state,
