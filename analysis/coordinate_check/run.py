@@ -105,7 +105,9 @@ def moves(config: TransformerConfig, optimizer: OptimizerConfig, seed: int, step
 
     def probe() -> dict[str, Tensor]:
         with torch.no_grad():
-            return {"logits": loss.token_logits(model, batch).clone()} | {k: v.clone() for k, v in outputs.items()}
+            # Of the labels: what is learned. Those of other words move by chance too, less the wider the model is.
+            logits = loss.token_logits(model, batch).gather(-1, batch["labels"].unsqueeze(-1))
+            return {"logits": logits} | {name: output.clone() for name, output in outputs.items()}
 
     before, found = probe(), {}
     for step in range(1, max(steps, readout_steps) + 1):
@@ -151,16 +153,18 @@ def check(config: RunConfig, widths: list[int], depths: list[int], seeds: int, s
 
 def draw(rows: list[dict], bound: float, title: str, path: Path) -> None:
     """A panel per axis, a line per part, with the verdict on each."""
-    axes_names = list(dict.fromkeys(row["axis"] for row in rows))
-    figure = page_figure(title, 3.4)
-    for panel, axis in zip(figure.subplots(1, len(axes_names), squeeze=False)[0], axes_names, strict=True):
-        for row in (row for row in rows if row["axis"] == axis):
-            verdict = "pass" if abs(row["power"]) <= bound else "FAIL"
-            panel.loglog(row["sizes"], row["moves"], marker="o", label=f"{row['part']}: {row['power']:+.2f} {verdict}")
-        panel.set(xlabel=axis, ylabel="mean |x after - x before|", xticks=row["sizes"], xticklabels=row["sizes"])
-        panel.minorticks_off()
-        panel.legend(fontsize="small")
-    figure.savefig(path)
+    axes = list(dict.fromkeys(row["axis"] for row in rows))
+    with house_style():
+        figure = page_figure(title, 3.8)
+        for panel, axis in zip(figure.subplots(1, len(axes), squeeze=False)[0], axes, strict=True):
+            for row in (row for row in rows if row["axis"] == axis):
+                label = f"{row['part']}: {row['power']:+.2f} {'pass' if abs(row['power']) <= bound else 'FAIL'}"
+                panel.loglog(row["sizes"], row["moves"], marker="o", label=label)
+            panel.set(xlabel=axis, ylabel="mean |x after - x before|")
+            panel.set_xticks(row["sizes"], row["sizes"])
+            panel.minorticks_off()
+            panel.legend(title="power of the size", fontsize="small")
+        figure.savefig(path)
 
 
 def _positive(text: str) -> int:
@@ -186,7 +190,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=_positive, default=3)
     parser.add_argument("--bound", type=float, default=0.3, help="largest power of the size that passes")
     parser.add_argument(
-        "--output", type=record_argument, default=Path("coordinate_check.png"), help="figure; the record is beside it"
+        "--output",
+        type=record_argument,
+        default=ANALYSIS.parent / "outputs" / "coordinate_check.png",
+        help="figure; the record is beside it",
     )
     own, overrides = parser.parse_known_args()
     try:
@@ -213,7 +220,7 @@ def main() -> None:
     name = f"{config.model.name}, {config.model.parametrization}, lr {config.optimizer.lr:g}"
     found = f"{len(failed)} of {len(rows)} parts change with the size" if failed else "all parts move equally far"
     title = f"{name}: {found}"
-    house_style()
+    own.output.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, own.bound, title, own.output)
     own.output.with_suffix(".json").write_text(json.dumps({"model": config.model.to_dict(), "rows": rows}, indent=1))
     print(f"{title}\nfigure: {own.output}")
