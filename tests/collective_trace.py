@@ -37,7 +37,7 @@ _NAMES = {
     "reduce_scatter_tensor": "_reduce_scatter_base_",
 }
 # Which argument of c10d's operations is the group.
-_GROUP_PLACES = {"allreduce_": 1, "broadcast_": 1, "reduce_": 1, "barrier": 1}
+_GROUP_PLACES = dict.fromkeys(("allreduce_", "broadcast_", "reduce_", "barrier", "send", "recv_"), 1)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Collective:
 
     Args:
         kind: torch's name of the operation, `allreduce_` for an all-reduce of any backend.
-        group: `tensor`, `data`, `world` or `other`.
+        group: `tensor`, `pipeline`, `data`, `world` or `other`.
         phase: such as `forward` or `backward` (which includes recomputation).
         shape, num_bytes: of the rank's tensor, or of all tensors of a call with several.
     """
@@ -77,6 +77,7 @@ class CollectiveRecorder(TorchDispatchMode):
     def name_groups(self, context: ParallelContext) -> None:
         """Name the groups of the collectives that follow."""
         groups = {"world": dist.group.WORLD, "tensor": context.tp_group, "data": context.dp_group}
+        groups["pipeline"] = context.pp_group
         self._names = {group.group_name: name for name, group in groups.items() if group is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -170,7 +171,7 @@ def trace_step(
     start = time.perf_counter()
     dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (layout.dp_size, layout.tp_size), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh("cpu", tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
         context = ParallelContext(
             tp_size=layout.tp_size,
             dp_size=layout.dp_size,

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 import warm  # noqa: F401  forks them from a server with torch imported
 
 from lmscale import parallel
+from lmscale.config import Layout
 from lmscale.parallel import ParallelContext
 
 
@@ -78,8 +79,9 @@ def _join(rank: int, world_size: int, folder: str, worker: Callable, args: tuple
 
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
-    """This rank's context in a (data, tensor) grid over all ranks, with the communicator of a real run."""
-    return parallel.make_context({"data": dp_size, "tensor": tp_size}, "cpu", timedelta(seconds=60))
+    """This rank's context in a grid over all ranks, with the communicator of a real run."""
+    axes = Layout(tp_size=tp_size, dp_size=dp_size).axes
+    return parallel.make_context(axes, "cpu", timedelta(seconds=60))
 
 
 def run_in_turn(rank: int, run: Callable, jobs: list) -> list[Any]:

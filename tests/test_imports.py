@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "src" / "lmscale"
 # Packages and modules of lmscale from the bottom up: what it is for, what it may import, what it must never import.
 FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf"}
 RULES: dict[str, tuple[str, set[str], set[str]]] = {
-    "config": ("every dataclass of every entry point, and every rule about sizes", set(), FRAMEWORKS),
-    "partition": ("how gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
+    "config": ("every dataclass of every entry point, and every rule about sizes", {"partition"}, FRAMEWORKS),
+    "partition": ("how layers, gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
     "results": ("one run, one JSON record", {"shared_files"}, FRAMEWORKS),
     "launcher": ("who started this process, and which variables count", set(), FRAMEWORKS),
@@ -31,7 +31,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "threads": ("CPU threads of a rank", {"launcher"}, FRAMEWORKS - {"torch"}),
     "__main__": ("the `lmscale` command: runs an entry point", {"config"}, FRAMEWORKS),
     "parallel": (
-        "tensor parallelism: f, g, layers, loss, norm, initialization, dropout",
+        "tensor parallelism: f, g, layers, loss, norm, initialization, dropout; stages of a pipeline",
         {"partition"},
         FRAMEWORKS - {"torch"},
     ),

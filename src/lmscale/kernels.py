@@ -79,11 +79,14 @@ def choose_attention(compiles: bool, dropout: float) -> str:
     return "exact" if compiles and dropout > 0 else "sdpa"
 
 
-def check_cuda_graphs(kernels: Kernels, on_gpu: bool, dtype: str, recompute: str, tp_size: int) -> None:
+def check_cuda_graphs(
+    kernels: Kernels, on_gpu: bool, dtype: str, recompute: str, tp_size: int, pp_size: int = 1
+) -> None:
     """Refuse CUDA graphs that cannot be recorded.
 
     Raises:
-        ValueError: no GPU, no compiled layers, no half type, several tensor ranks, or layers that are recomputed.
+        ValueError: no GPU, no compiled layers, no half type, layers that are recomputed, several tensor ranks or
+            stages.
     """
     reasons = {
         "on a CPU": not on_gpu,
@@ -92,6 +95,7 @@ def check_cuda_graphs(kernels: Kernels, on_gpu: bool, dtype: str, recompute: str
         f"with precision={dtype}, whose gradients stay where a graph made them": dtype in ("fp32", "fp64"),
         f"with model.recompute={recompute}": recompute != "none",
         f"with parallel.tp_size={tp_size}: collectives are not recorded": tp_size > 1,
+        f"with parallel.pp_size={pp_size}: a replay overwrites what an earlier forward pass has kept": pp_size > 1,
     }
     for reason, applies in reasons.items():
         if kernels.cuda_graphs and applies:

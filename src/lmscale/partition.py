@@ -1,10 +1,11 @@
-"""Division of gradients into pieces for communication, of optimizer state over data ranks (ZeRO stage 1), and of the
-rows of the loss into chunks.
+"""Division of layers into stages, of gradients into pieces for communication, of optimizer state over data ranks (ZeRO
+stage 1), and of the rows of the loss into chunks.
 
 Plain arithmetic shared by the code that trains and the planner.
 """
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece: a bucket of torch's DDP holds as many fp32 numbers
@@ -12,6 +13,26 @@ LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,1
 # Each chunk reads and writes the weight's summed gradient, and 1,024 rows are too few tiles for the product that gives
 # the gradient of the rows: 48 for the 132 units of an H200 at h 1,536.
 LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
+
+
+def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> list[range]:
+    """The layers of each stage of a pipeline, at least one each, such that the slowest stage is as fast as possible.
+
+    What cannot be divided goes to later stages, which keep fewer micro-batches.
+
+    Args:
+        head_layers: the time of the last stage's output projection, in layers.
+    """
+    if num_stages == 1:
+        return [range(num_layers)]
+    others = num_stages - 1
+
+    def slowest(last: int) -> float:
+        return max(-(-(num_layers - last) // others), last + head_layers)
+
+    last = min(range(1, num_layers - others + 1), key=lambda last: (slowest(last), -last))
+    bounds = [(num_layers - last) * stage // others for stage in range(num_stages)]
+    return [range(a, b) for a, b in itertools.pairwise([*bounds, num_layers])]
 
 
 def rows_at_once(num_columns: int, on_gpu: bool) -> int:

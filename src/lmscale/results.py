@@ -64,7 +64,7 @@ def new_record(
         seed: None for `modelled`.
         metrics: name -> {"value": number, "unit": text}.
         device: name of the device as reported by its library.
-        layout: tp_size, dp_size, threads_per_rank.
+        layout: `Layout.sizes`, and threads_per_rank.
         steps: first and last optimizer step of this part of the run.
         started: seconds since the epoch; None: when the process started, for what was measured.
         settings: of the framework for the device; None on a CPU.

@@ -1,4 +1,5 @@
-"""A model family outside the package: it trains on tensor ranks, resumes and can be planned; export is refused."""
+"""A model family outside the package: it trains on tensor ranks, resumes over stages and can be planned; export is
+refused."""
 
 import csv
 import json
@@ -17,7 +18,8 @@ from lmscale.parallel import ParallelContext
 from lmscale.planner.params import count_parameters, rank_parameters
 
 NAME = "third_family.roberta"
-RUN = (*TINY, "model=bert_tiny", f"model.family={NAME}", "data=embedded", "precision=fp64", "model.hidden_dropout=0.1")
+RUN = (*TINY, "model=bert_tiny", "model.num_layers=2", f"model.family={NAME}", "model.hidden_dropout=0.1")
+RUN += ("data=embedded", "precision=fp64")
 
 
 def script(name: str, *overrides: str) -> subprocess.CompletedProcess:
@@ -31,20 +33,20 @@ def losses(run_dir: Path, name: str = "train/loss") -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """`one`: one process. `parts`: two tensor ranks, two steps and then the rest."""
+    """`one`: one process. `parts`: two steps on two tensor ranks, and then the rest over two stages."""
     folder = tmp_path_factory.mktemp("roberta")
-    two = (*RUN, "model.attention=exact", "parallel.tp_size=2", f"hydra.run.dir={folder / 'parts'}")
+    parts = (*RUN, "model.attention=exact", f"hydra.run.dir={folder / 'parts'}")
     for overrides in (
         (*RUN, "model.attention=exact", f"hydra.run.dir={folder / 'one'}"),
-        (*two, "trainer.stop_after_steps=2"),
-        (*two, "resume=auto"),
+        (*parts, "parallel.tp_size=2", "trainer.stop_after_steps=2"),
+        (*parts, "parallel.pp_size=2", "resume=auto"),
     ):
         done = script("train.py", *overrides)
         assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_two_tensor_ranks_stopped_and_resumed_equal_one_process(runs: Path) -> None:
+def test_two_tensor_ranks_resumed_over_two_stages_equal_one_process(runs: Path) -> None:
     assert losses(runs / "parts") == pytest.approx(losses(runs / "one"), rel=1e-12) and len(losses(runs / "one")) == 3
 
 
@@ -57,7 +59,7 @@ def test_each_of_its_loss_terms_has_a_column(runs: Path, name: str) -> None:
 def test_its_checkpoint_names_the_family(runs: Path) -> None:
     metadata = read_metadata(list_checkpoints(runs / "parts" / "checkpoints")[-1])
     config = TransformerConfig.from_dict(metadata.model)
-    assert config.family == NAME and metadata.layout["tp_size"] == 2
+    assert config.family == NAME and metadata.layout["pp_size"] == 2
     assert "model/transformer.token_type_embedding" not in metadata.tensors
 
 

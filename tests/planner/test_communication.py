@@ -48,7 +48,7 @@ def rank_flops(job: Workload, layout: Layout) -> int:
     """Of eager layers, whose recomputation may stop before the last product (of the second half, if there are two)."""
     found, config = step_operations(job, layout), job.config
     again = [o for o in found if (o.phase, o.name) == ("recomputation", "MLP down")]
-    num_cut_short = config.num_layers - num_recomputed_whole(config)
+    num_cut_short = config.num_layers - num_recomputed_whole(config, config.layer_placements)
     left_out = sum(o.count * o.flops for o in again) * num_cut_short // (config.num_layers * layout.batch_parts)
     return sum(o.count * o.flops for o in found) - left_out
 

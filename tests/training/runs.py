@@ -73,8 +73,7 @@ def run_jobs(
     """
     jobs = []
     for run in runs:
-        layout = run.parallel.tp_size, run.parallel.dp_size
-        assert layout[0] * layout[1] == world_size
+        assert run.parallel.tp_size * run.parallel.pp_size * run.parallel.dp_size == world_size
         jobs.append(resolve(run))
     run_ranks(_train_all, world_size, jobs, expected, fault)
 

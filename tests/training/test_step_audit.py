@@ -26,12 +26,15 @@ PAIRS = {  # of two ranks
     "data": {"tp_size": 1, "dp_size": 2},
     "sequence": {"tp_size": 2, "dp_size": 1, "sequence_parallel": True},
     "zero1": {"tp_size": 1, "dp_size": 2, "zero1": True},
+    "stages": {"pp_size": 2},
     "planted": {"tp_size": 2, "dp_size": 1},
 }
 GRIDS = {  # of four
     "grid": {"tp_size": 2, "dp_size": 2},
     "grid, sequence": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True},
     "grid, sequence, zero1": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": True},
+    "stages, sequence": {"tp_size": 2, "pp_size": 2, "sequence_parallel": True},
+    "stages, data, zero1": {"pp_size": 2, "dp_size": 2, "zero1": True},
 }
 KINDS = {
     "allreduce_": "all_reduce",
@@ -42,15 +45,15 @@ KINDS = {
 }
 NUMBER = 8  # bytes
 # Besides the planner's: whether a rank wants to stop or a timed checkpoint is due, two votes; over the data group the
-# number of scored tokens, which a step's loss is divided by.
-EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER), "data": ("all_reduce", NUMBER)}
+# number of scored tokens, which a step's loss is divided by; over the stages the loss.
+EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER)} | dict.fromkeys(("data", "pipeline"), ("all_reduce", NUMBER))
 
 
-def planned(job: ResolvedRun, dp_rank: int) -> Counter:
-    """The planner's collectives of a step of a data rank, (kind, group, bytes)."""
+def planned(job: ResolvedRun, dp_rank: int, stage: int) -> Counter:
+    """The planner's collectives of a step of a stage of a data rank, (kind, group, bytes)."""
     found, run = Counter(), job.run
     sizes = run.micro_batch_size, run.global_batch_size, run.data.seq_length
-    for c in step_collectives(Workload(job.model, *sizes, "fp64", on_gpu=False), job.layout, dp_rank):
+    for c in step_collectives(Workload(job.model, *sizes, "fp64", on_gpu=False), job.layout, dp_rank, stage):
         found[c.kind, c.group, c.num_bytes] += c.count
     return found
 
@@ -104,6 +107,8 @@ def _audit(rank: int, jobs: list[ResolvedRun], planted: int | None) -> list[dict
         phases: dict[str, Counter] = {}
         for c in recorder.collectives:
             group = name_of_world(job) if c.group == "world" else c.group
+            if c.kind == "recv_":  # its other end counts
+                continue
             phases.setdefault(c.phase, Counter())[KINDS.get(c.kind, c.kind), group, c.num_bytes] += 1
         found.append(phases)
         return code
@@ -114,7 +119,7 @@ def _audit(rank: int, jobs: list[ResolvedRun], planted: int | None) -> list[dict
 
 
 def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[ResolvedRun, list[dict]]]:
-    """By layout: the job, and for each data rank the collectives of each phase, which all its tensor ranks issued."""
+    """By layout: the job, and for each data rank and stage the collectives of each phase, equal on all tensor ranks."""
     jobs = []
     for name, layout in layouts.items():
         changes = {"max_steps": 5, "validate_every_steps": 3}
@@ -138,22 +143,23 @@ def _steps(phases: dict[str, Counter]) -> dict[str, Counter]:
 
 def name_of_world(job: ResolvedRun) -> str:
     """torch gives a mesh's group of all ranks the world's own group: both have one name here."""
-    return "tensor" if job.layout.dp_size == 1 else "data" if job.layout.tp_size == 1 else "world"
+    several = [name for name, size in job.layout.axes.items() if size > 1]
+    return several[0] if len(several) == 1 else "world"
 
 
-def expected(job: ResolvedRun, dp_rank: int) -> Counter:
-    """The planner's collectives of a data rank and those of EVERY_STEP."""
-    found = planned(job, dp_rank)
+def expected(job: ResolvedRun, dp_rank: int, stage: int = 0) -> Counter:
+    """The planner's collectives of a stage of a data rank and those of EVERY_STEP."""
+    found = planned(job, dp_rank, stage)
     for group, (kind, num_bytes) in EVERY_STEP.items():
-        if group == "world" or job.layout.dp_size > 1:
+        if group == "world" or job.layout.axes[group] > 1:
             found[kind, name_of_world(job) if group == "world" else group, num_bytes] += 1
     return found
 
 
-def check(job: ResolvedRun, data_ranks: list[dict[str, Counter]]) -> None:
-    """On every data rank a step has what is expected; a row of metrics.csv adds one over the data group."""
-    for dp_rank, phases in enumerate(data_ranks):
-        usual, has_data = expected(job, dp_rank), job.layout.dp_size > 1
+def check(job: ResolvedRun, ranks: list[dict[str, Counter]]) -> None:
+    """On every data rank and stage a step has what is expected; a row of metrics.csv adds one over the data group."""
+    for number, phases in enumerate(ranks):
+        usual, has_data = expected(job, *divmod(number, job.layout.pp_size)), job.layout.dp_size > 1
         assert phases["step 2"] == phases["step 4"] == usual
         assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
         assert usual - phases["step 3"] == Counter()
@@ -179,5 +185,5 @@ def test_a_planted_broadcast_before_each_step_is_found(pairs) -> None:
 
 @pytest.mark.slow
 def test_a_step_of_four_ranks_has_the_planned_collectives_and_the_listed_ones(tmp_path) -> None:
-    for job, data_ranks in audit(tmp_path, GRIDS, 4).values():
-        check(job, data_ranks)
+    for job, ranks in audit(tmp_path, GRIDS, 4).values():
+        check(job, ranks)

@@ -73,7 +73,7 @@ class CheckpointMetadata:
 
     Args:
         step: number of optimizer steps taken.
-        layout: `{"tp_size", "dp_size"}` of the writer; for information only, readers do not need it.
+        layout: `Layout.sizes` of the writer; for information only, readers do not need it.
         model: `TransformerConfig.to_dict()`.
         tensors: logical tensors by key, `model/<parameter>`, `exp_avg/<parameter>`, `exp_avg_sq/<parameter>`.
         files: file entries by name.

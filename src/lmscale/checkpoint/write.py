@@ -43,6 +43,8 @@ def divide_tensors(
     dp_size: int = 1,
     owners: Mapping[str, int | None] | None = None,
     padding: Mapping[str, int] | None = None,
+    pp_rank: int = 0,
+    pp_size: int = 1,
 ) -> Share:
     """Return this rank's share of a checkpoint.
 
@@ -50,7 +52,7 @@ def divide_tensors(
     that all ranks write about the same number of bytes.
 
     Args:
-        entries: every tensor of the checkpoint by key, equal on all ranks; pieces are ignored.
+        entries: every tensor of this rank's stage by key, equal on all its ranks; pieces are ignored.
         owners: by key, the only data rank that holds a tensor, or None if all do; None if all hold all tensors.
         padding: by parameter name, what the shards hold after the last index (`padding_of`); it is not written.
     """
@@ -72,7 +74,8 @@ def divide_tensors(
                 length = (size + (padding or {}).get(key.partition("/")[2], 0)) // tp_size
                 if tp_rank * length < size:
                     places[key] = (tp_rank * length, min((tp_rank + 1) * length, size))
-    file = f"rank_{dp_rank * tp_size + tp_rank}_of_{tp_size * dp_size}.safetensors"
+    rank, world_size = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank, dp_size * pp_size * tp_size
+    file = f"rank_{rank}_of_{world_size}.safetensors"
     return Share(file, dict(sorted(places.items())))
 
 

@@ -68,6 +68,8 @@ class Family:
         corpus: the token files it trains on.
         is_causal: a position attends to itself and those before it, and the model predicts the next token.
         gelu: `tanh` or `erf`, if `model.gelu` is null.
+        transformer_inputs: entries of a micro-batch that the transformer reads, `tokens` and others, named as its
+            arguments. None: the model cannot be cut into the stages of a pipeline.
         num_token_types: rows of the token-type embedding; 0 for none.
         has_pooler: the model has a `pooler`, which finetuning heads use.
         scored_share: share of a sequence's positions whose logits a training step needs.
@@ -82,6 +84,7 @@ class Family:
     corpus: CorpusForm
     is_causal: bool
     gelu: str
+    transformer_inputs: tuple[str, ...] | None = None
     num_token_types: int = 0
     has_pooler: bool = False
     scored_share: float = 1.0

@@ -34,6 +34,16 @@ class LayoutOptions(Checked):
     batch_halves: bool = False
     pad_heads: bool = False
 
+    def refuse_stages(self) -> None:
+        """Refuse a pipeline outside pretraining.
+
+        Raises:
+            ValueError: `pp_size` is above 1.
+        """
+        if self.pp_size != 1:
+            rule = "1 outside src/train.py, which reads a checkpoint of any layout (parallel.tp_size divides the model)"
+            refuse("parallel.pp_size", rule, self.pp_size)
+
 
 def _axis(name: str) -> int:
     """A field with the size of an axis of the grid."""
@@ -42,12 +52,14 @@ def _axis(name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(LayoutOptions):
-    """The grid of ranks: `tp_size` neighbours share one model, `dp_size` such groups share the batch (Figure 8).
+    """The grid of ranks: `tp_size` neighbours share every layer, `pp_size` such groups each have some layers, and
+    `dp_size` models share the batch (Figure 8).
 
     A new axis is a field here, and its group in `make_context` (`parallel/context.py`).
 
     Args:
         dp_size: data-parallel ranks.
+        pp_size: stages of the pipeline.
         tp_size: tensor-parallel ranks.
 
     Raises:
@@ -56,6 +68,7 @@ class Layout(LayoutOptions):
 
     # The outermost axis first: ranks of the last one are neighbours.
     dp_size: Positive = _axis("data")
+    pp_size: Positive = _axis("pipeline")
     tp_size: Positive = _axis("tensor")
 
     @property
@@ -76,8 +89,24 @@ class Layout(LayoutOptions):
         """
         others = self.world_size // self.dp_size
         if world_size % others:
-            raise ValueError(f"`tp_size` must divide the {world_size} ranks, but is {self.tp_size}")
+            of_stages = f" x `pp_size` ({self.tp_size} x {self.pp_size})" if self.pp_size > 1 else ""
+            raise ValueError(f"`tp_size`{of_stages} must divide the {world_size} ranks, but is {others}")
         return dataclasses.replace(self, dp_size=world_size // others)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of each axis by its key, the innermost first."""
+        return {each.name: getattr(self, each.name) for each in reversed(fields(self)) if each.metadata}
+
+    @property
+    def formula(self) -> str:
+        """The keys of the sizes and their values, for messages; a single stage is left out."""
+        sizes = {f"`parallel.{name}`": size for name, size in self.sizes.items() if name != "pp_size" or size > 1}
+        return f"{' x '.join(sizes)} ({' x '.join(map(str, sizes.values()))})"
+
+    def __str__(self) -> str:
+        stages = f"{self.pp_size} stages x " if self.pp_size > 1 else ""
+        return f"{self.dp_size} data x {stages}{self.tp_size} tensor"
 
     @property
     def cuts_sequence(self) -> bool:
@@ -114,15 +143,17 @@ class ParallelConfig(LayoutOptions):
     """`parallel=`: the requested grid of ranks.
 
     Args:
-        tp_size: ranks that share one model; `auto`: the smallest power of two that fits.
-        dp_size: data-parallel groups; `auto`: number of ranks / tp_size, or as many as GPUs and batch allow, on a CPU
-            1.
+        tp_size: ranks that share every layer; `auto`: the smallest power of two that fits.
+        pp_size: stages of a pipeline, each with some of the layers; `auto`: the fewest ranks per model that fit.
+        dp_size: models that share the batch; `auto`: number of ranks / (tp_size x pp_size), or as many as GPUs and
+            batch allow, on a CPU 1.
         timeout_minutes: time without progress after which a rank reports where it waits and ends the job.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
         record: what `src/plan.py measure=N` has written: the run takes its fastest layout; both sizes are then `auto`.
     """
 
     tp_size: Literal["auto"] | Positive = 1
+    pp_size: Literal["auto"] | Positive = 1
     dp_size: Literal["auto"] | Positive = "auto"
     timeout_minutes: _Timeout = 30.0
     shared_memory: bool = True

@@ -8,8 +8,10 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any, Literal
 
+from ..partition import stage_layers
 from .checks import AboveZero, Checked, Fraction, Positive, check, require
 from .family import Family, family_of, load
 
@@ -43,6 +45,7 @@ def from_file(model: dict) -> dict:
     return {"family" if key == _FAMILY_IN_FILES else key: value for key, value in model.items()}
 
 
+@cache
 def _placements() -> dict[str, Any]:
     return load("lmscale.models.later_placements:PLACEMENTS")
 
@@ -180,7 +183,8 @@ class ModelConfig(Checked):
     @property
     def layer_placements(self) -> list[Any]:
         """The `NormPlacement` of each layer, which may depend on the depth."""
-        return [self.placement.of_layer(index, self.num_layers) for index in range(self.num_layers)]
+        placement = self.placement
+        return [placement.of_layer(index, self.num_layers) for index in range(self.num_layers)]
 
     @property
     def norm_eps(self) -> float:
@@ -208,6 +212,25 @@ class ModelConfig(Checked):
     def padded_width(self, tp_size: int) -> int:
         """Width of all `padded_heads`: h, and d for each dummy."""
         return self.padded_heads(tp_size) * self.head_size
+
+    def stages(self, pp_size: int) -> list[range]:
+        """The layers of each of `pp_size` stages of a pipeline (`partition.stage_layers`)."""
+        h = self.hidden_size
+        layer = 4 * h**2 + 2 * h * self.ffn_size + 2 * self.max_position_embeddings * h  # multiply-adds per token
+        head = 0 if self.vocab_size is None else self.traits.scored_share * h * self.padded_vocab_size
+        return stage_layers(self.num_layers, pp_size, head / layer)
+
+    def check_stages(self, pp_size: int) -> None:
+        """Refuse more stages than layers.
+
+        Raises:
+            ValueError: `pp_size` is above `num_layers`, or the family does not say how to cut its model.
+        """
+        if pp_size > self.num_layers:
+            raise ValueError(f"`pp_size` must be at most `num_layers` ({self.num_layers}), but is {pp_size}")
+        if pp_size > 1 and self.traits.transformer_inputs is None:
+            rule = f"1 for the family {self.family}, which does not set `transformer_inputs`"
+            raise ValueError(f"`pp_size` must be {rule}, but is {pp_size}")
 
     def tensor_parallel_sizes(self, pad_heads: bool = False) -> list[int]:
         """Every `tp_size` that cuts this model into equal shards, ascending; see `check_tensor_parallel`."""

@@ -110,7 +110,7 @@ class RunConfig(EntryConfig):
     def _check_sizes(self) -> None:
         """Check the sizes against each other, before `auto` sizes and the tokenizer are known."""
         require_positions(self)
-        sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "dp_size")}
+        sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "pp_size", "dp_size")}
         with keys_of(ParallelConfig, "parallel."):
             layout = self.parallel.layout(**{name: 1 if size == "auto" else size for name, size in sizes.items()})
         self.check_layout(layout)
@@ -122,11 +122,13 @@ class RunConfig(EntryConfig):
             model: with the tokenizer's vocabulary, once that is known.
 
         Raises:
-            ValueError: `tp_size` does not cut the model into equal shards, or the batch not into micro-batches.
+            ValueError: `tp_size` does not cut the model into equal shards, there are fewer layers than stages, or the
+                batch is not a whole number of micro-batches.
         """
         config, tp_size = model or self.model, layout.tp_size
         with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
             config.check_tensor_parallel(tp_size, layout.pad_heads)
+            config.check_stages(layout.pp_size)
             layout.check_micro_batch(self.micro_batch_size)
             if self.precision.dtype == "fp8":
                 config.check_float8(tp_size)

@@ -95,6 +95,7 @@ class ZeroShotConfig(EntryConfig):
         # Windows and passages are of any length, layers are not compiled, and there is no optimizer.
         for name in ("sequence_parallel", "batch_halves", "zero1"):
             require(self, f"parallel.{name}", "false for an evaluation", not getattr(self.parallel, name))
+        self.parallel.refuse_stages()
         if self.ckpt is None and not self.count_only:
             raise ValueError("`ckpt` must be given, unless count_only=true")
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import CheckpointError
+from ..config import Layout
 from ..launcher import World, world_from_outside
 from ..parallel import ParallelContext, make_context
 from ..threads import share_cores
@@ -81,7 +82,8 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         return ParallelContext()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
-    return make_context({"data": dp_size, "tensor": tp_size}, device_type, TIMEOUT, pad_heads=pad_heads)
+    axes = Layout(tp_size=tp_size, dp_size=dp_size).axes
+    return make_context(axes, device_type, TIMEOUT, pad_heads=pad_heads)
 
 
 def agree(action: Callable[[], T], context: ParallelContext) -> T:

@@ -87,7 +87,7 @@ def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Feature
         metrics=metrics,
         device=device_name(job.on_gpu),
         settings=gpu_settings(job.on_gpu),
-        layout={"tp_size": job.layout.tp_size, "dp_size": job.layout.dp_size, "threads_per_rank": num_threads},
+        layout=job.layout.sizes | {"threads_per_rank": num_threads},
         steps=[0, module.completed_steps],
         started=time.time() - watch.wall_s,
     )

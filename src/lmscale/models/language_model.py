@@ -27,7 +27,8 @@ class LanguageModel(nn.Module):
         self.config, self.context = config, ParallelContext() if context is None else context
         self.compiles = False
         self.transformer = Transformer(config, self.context)
-        self.add_heads()
+        if self.context.is_last_stage:
+            self.add_heads()
         parametrize(self, config)
         if context is None:
             initialize_parameters(self, DEFAULT_SEED, self.context, config.initializer)

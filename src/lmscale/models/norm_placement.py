@@ -76,11 +76,6 @@ class NormPlacement(ABC):
         """Number of LayerNorms per layer."""
         return 2 * len(self.before + self.after)
 
-    @property
-    def num_outer_norms(self) -> int:
-        """Number of LayerNorms outside the layers."""
-        return self.after_embedding + self.after_stack
-
 
 class PreNorm(NormPlacement):
     """The paper's rearrangement (Figure 7 b): LayerNorm at the input of each sublayer, and one after the stack."""

@@ -1,5 +1,7 @@
 """Embeddings and the stack of layers, shared by BERT and GPT."""
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -32,13 +34,16 @@ class Transformer(nn.Module):
     post: dropout(LayerNorm(embeddings)) -> layers, as in the original BERT; no LayerNorm follows the stack, each layer
           ends with one.
 
-    Position and token-type embeddings are replicated.
+    Position and token-type embeddings are replicated. A stage of a pipeline has its own layers, under their numbers in
+    the whole model; only the first has the embeddings, and only the last the LayerNorm that follows the stack, and a
+    copy of the word embedding for the output projection.
 
     Shapes:
-        tokens int64 [b, s]; token_types int64 [b, s] or None (GPT); attention_mask bool or 0 and 1 [b, s], true for
-        real tokens, or None; sample_keys int32 [b] or None: in training with dropout one process then draws them from
-        torch's default generator; returns [b, s, h]. With a cache (generation) the s tokens are appended to its rows,
-        each at its own position; the caller then reports how many of them are tokens (`KeyValueCache.advance`).
+        tokens int64 [b, s], or after the first stage what the stage before returned; token_types int64 [b, s] or None
+        (GPT); attention_mask bool or 0 and 1 [b, s], true for real tokens, or None; sample_keys int32 [b] or None: in
+        training with dropout one process then draws them from torch's default generator; returns [b, s, h], before the
+        last stage with sequence parallelism [b, s/p, h]. With a cache (generation) the s tokens are appended to its
+        rows, each at its own position; the caller then reports how many are tokens (`KeyValueCache.advance`).
 
     Communicates:
         over the tensor group, forward one all-reduce of [b, s, h] for the embedding and two per layer; backward two per
@@ -62,17 +67,27 @@ class Transformer(nn.Module):
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.uses_cuda_graphs = config, context, False
         self.placement = config.placement  # torch.compile cannot trace how the config finds it
-        self.word_embedding = VocabParallelEmbedding(config.vocab_size, config.padded_vocab_size, hidden, context, std)
-        table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel, "role": "embedding"}
-        self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
         family = family_of(config.family)
         self.is_causal = family.is_causal
-        if family.num_token_types:
-            self.token_type_embedding = parameter(context, (family.num_token_types, hidden), **table)
-        if self.placement.after_embedding:
-            self.embedding_norm = LayerNorm(hidden, config.norm_eps, context)
-        self.layers = nn.ModuleList(TransformerLayer(config, context, i) for i in range(config.num_layers))
-        if self.placement.after_stack:
+        if context.is_first_stage or context.is_last_stage:
+            rows = config.vocab_size, config.padded_vocab_size
+            self.word_embedding = VocabParallelEmbedding(*rows, hidden, context, std)
+            if context.pp_size > 1:
+                weight, tie = self.word_embedding.weight, "owner" if context.is_first_stage else "copy"
+                weight.shard = dataclasses.replace(weight.shard, tie=tie)
+        if context.is_first_stage:
+            table = {"init": "normal", "std": std, "grad_is_partial": context.sequence_parallel, "role": "embedding"}
+            self.position_embedding = parameter(context, (config.max_position_embeddings, hidden), **table)
+            if family.num_token_types:
+                self.token_type_embedding = parameter(context, (family.num_token_types, hidden), **table)
+            if self.placement.after_embedding:
+                self.embedding_norm = LayerNorm(hidden, config.norm_eps, context)
+        self.own_layers = config.stages(context.pp_size)[context.pp_rank]
+        others = nn.Identity()  # keeps the numbers of the layers
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, context, i) if i in self.own_layers else others for i in range(config.num_layers)
+        )
+        if self.placement.after_stack and context.is_last_stage:
             self.final_norm = LayerNorm(hidden, config.norm_eps, context)
 
     def forward(
@@ -92,18 +107,23 @@ class Transformer(nn.Module):
         if attention_mask is not None:
             attention_mask = self._visible(attention_mask)
         positions = None if cache is None else cache.reserve(tokens.shape[1])
+        starts = self.context.is_first_stage
         embedding_key, layer_keys = None, [None] * config.num_layers
         if drops:
             keys = site_keys(sample_keys, 1 + DROPOUTS_OF_A_LAYER * config.num_layers)
             in_region = slice(1, None, DROPOUTS_OF_A_LAYER)  # the sites of attention probabilities
-            keys = keys_of_own_tokens(keys, tokens.shape[1], in_region, self.context)
+            length = tokens.shape[1] * (1 if starts or not self.context.sequence_parallel else self.context.tp_size)
+            keys = keys_of_own_tokens(keys, length, in_region, self.context)
             embedding_key, layer_keys = keys[0], keys[1:].unflatten(0, (-1, DROPOUTS_OF_A_LAYER))
-        x = self.embed(tokens, token_types, embedding_key, positions)
-        for layer, keys in zip(self.layers, layer_keys, strict=True):
+        x = self.embed(tokens, token_types, embedding_key, positions) if starts else tokens
+        for index in self.own_layers:
+            layer, keys = self.layers[index], layer_keys[index]
             if config.recompute is Recompute.FULL and self.training:
                 x = checkpoint(layer, x, attention_mask, keys, use_reentrant=False)
             else:
                 x = layer(x, attention_mask, keys, cache)
+        if not self.context.is_last_stage:
+            return x
         if self.placement.after_stack:
             x = self.final_norm(x)
         return gather_sequence(x, self.context)
@@ -179,7 +199,7 @@ class Transformer(nn.Module):
                 replay, so gradients must have been moved by then.
         """
         self.uses_cuda_graphs = cuda_graphs
-        options = compiler_options(self.context, self.position_embedding.device.type == "cuda", cuda_graphs)
+        options = compiler_options(self.context, next(self.parameters()).device.type == "cuda", cuda_graphs)
         self._combine = torch.compile(self._combine, dynamic=False, options=options)
-        for layer in self.layers:
-            layer.compile(dynamic=False, options=options)
+        for index in self.own_layers:
+            self.layers[index].compile(dynamic=False, options=options)

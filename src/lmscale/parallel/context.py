@@ -1,4 +1,4 @@
-"""Where this process stands in the grid of tensor-parallel and data-parallel ranks."""
+"""Where this process stands in the grid of data-parallel, pipeline and tensor-parallel ranks."""
 
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,10 +14,11 @@ from .shared_memory import open_channel
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This rank's place in the (data, tensor) grid and its two groups.
+    """This rank's place in the (data, pipeline, tensor) grid and its groups.
 
     Tensor ranks are neighbours (Figure 8). With 8 ranks and tp_size 2 the tensor groups are [0, 1], [2, 3], [4, 5],
-    [6, 7] and the data groups [0, 2, 4, 6], [1, 3, 5, 7]; rank 5 has tp_rank 1 and dp_rank 2.
+    [6, 7] and the data groups [0, 2, 4, 6], [1, 3, 5, 7]; rank 5 has tp_rank 1 and dp_rank 2. With pp_size 2 as well
+    the pipelines are [0, 2], [1, 3], [4, 6], [5, 7] and the data groups [0, 4], [1, 5], [2, 6], [3, 7].
 
     The default is one process with no group. A context with tp_size > 1 and no group has the shapes of one rank of
     many and must not communicate; it serves counting and tests.
@@ -37,8 +38,11 @@ class ParallelContext:
     tp_size: int = 1
     dp_rank: int = 0
     dp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
     tp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
+    pp_group: dist.ProcessGroup | None = None
     tp_communicator: Communicator = field(default=None, compare=False)  # never None after `__post_init__`
     sequence_parallel: bool = False
     zero1: bool = False
@@ -50,6 +54,16 @@ class ParallelContext:
             alone = self.tp_size == 1
             default = SingleRankCommunicator() if alone else ProcessGroupCommunicator(self.tp_group, self.tp_size)
             object.__setattr__(self, "tp_communicator", default)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embeddings."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has what follows the layers: the heads and the loss."""
+        return self.pp_rank == self.pp_size - 1
 
     def batch_parts(self, num_samples: int) -> int:
         """In how many parts layers compute a batch; an odd one, which occurs only in validation, as a whole."""
@@ -100,13 +114,18 @@ def make_context(
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+    if axes["pipeline"] > 1:
+        dist.barrier(mesh.get_group("pipeline"))  # NCCL: all ranks must be in a group's first call
     return ParallelContext(
         tp_rank=mesh.get_local_rank("tensor"),
         tp_size=axes["tensor"],
         dp_rank=mesh.get_local_rank("data"),
         dp_size=axes["data"],
+        pp_rank=mesh.get_local_rank("pipeline"),
+        pp_size=axes["pipeline"],
         tp_group=mesh.get_group("tensor"),
         dp_group=mesh.get_group("data"),
+        pp_group=mesh.get_group("pipeline"),
         tp_communicator=choose_communicator(mesh.get_group("tensor"), timeout, shared_memory),
         **options,
     )

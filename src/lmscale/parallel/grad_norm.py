@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .context import ParallelContext
 from .data_collectives import broadcast_from_data_ranks, sum_over_data_ranks
+from .pipeline import sum_over_stages
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def global_gradient_norm(
         device: of the gradients.
 
     Communicates:
-        one all-reduce of three numbers over the tensor group; with `context.zero1` another over the data group.
+        one all-reduce of three numbers over the tensor group; with several stages another over the pipeline, and with
+        `context.zero1` another over the data group.
 
     Source: section 4.2 (clipping of the global norm). Megatron-LM's `mpu/grads.py` counts replicated gradients on rank
     0 only; here every rank adds 1/p of its own copy.
@@ -86,7 +88,7 @@ def gradient_norms_of_parts(
         device: of the gradients.
 
     Communicates:
-        one all-reduce of two numbers per part over the tensor group; with `context.zero1` another over the data group.
+        one all-reduce of two numbers per part over the groups of `global_gradient_norm`.
     """
     sums = torch.stack([_sums_of_squares(part, context, device) for part in parts])
     return _add_over_ranks(sums, context).sum(dim=1).sqrt().tolist()
@@ -102,7 +104,7 @@ def _sums_of_squares(parameters: Iterable[nn.Parameter], context: ParallelContex
 
 
 def _add_over_ranks(sums: Tensor, context: ParallelContext) -> Tensor:
-    totals = context.tp_communicator.all_reduce(sums)
+    totals = sum_over_stages(context.tp_communicator.all_reduce(sums), context)
     return sum_over_data_ranks(totals, context) if context.zero1 else totals
 
 

@@ -3,7 +3,7 @@
 Outside the parallel region (embeddings, sublayer outputs) every tensor rank must drop the same elements. The mask is a
 hash of (seed, sample, site, position): it needs no state, and no layout, micro-batch size or restart changes it.
 Inside the region (attention probabilities) the ranks hold different heads and must draw different numbers. They use
-torch's default generator, seeded for each micro-batch by (seed, step, micro-step, data rank, tensor rank).
+torch's default generator, seeded for each micro-batch by (seed, step, micro-step, data rank, tensor rank, stage).
 
 | site | region | mask |
 |---|---|---|
@@ -178,12 +178,12 @@ def normal_quantiles(device: torch.device) -> Tensor:
     return torch.cat([-upper, upper.flip(0)]).to(device, torch.float32)
 
 
-def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int) -> None:
+def seed_rank_generator(seed: int, step: int, micro_step: int, dp_rank: int, tp_rank: int, stage: int = 0) -> None:
     """Seed torch's default generators (CPU and this rank's GPU) for dropout inside the parallel region.
 
     It is called before each micro-batch, so a resumed run draws the same numbers without any stored state.
     """
-    text = f"region/{seed}/{step}/{micro_step}/{dp_rank}/{tp_rank}"
+    text = f"region/{seed}/{step}/{micro_step}/{dp_rank}/{tp_rank}" + (f"/{stage}" if stage else "")
     value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     # torch.manual_seed records a stack trace for every accelerator type that is absent: a millisecond on a CPU.
     torch.default_generator.manual_seed(value)

@@ -26,6 +26,7 @@ class ShardSpec:
         role: of a matrix in its model, see `models/parametrization.py`: `hidden`, `embedding` or `readout`.
         rate_factor: factor of the learning rate; that of the weight decay is its inverse.
         eps_factor: factor of AdamW's eps.
+        tie: of the word embedding in a pipeline: `owner` in the first stage, `copy` in the last; None with one stage.
     """
 
     full_shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class ShardSpec:
     role: str = "hidden"
     rate_factor: float = 1.0
     eps_factor: float = 1.0
+    tie: str | None = None
 
     @property
     def replicated(self) -> bool:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from ..config import Layout, Recompute, TransformerConfig
 from ..partition import buffer_pieces, rows_at_once
 from .flops import num_recomputed_whole
-from .params import count_parameters, owned_parameters
+from .params import copied_parameters, owned_parameters, rank_parameters, stage_placements
 from .workload import Workload
 
 OUTPUTS, INPUTS, INPUTS_AGAIN = (f"attention and MLP {what}" for what in ("outputs", "inputs", "inputs, again"))
 OUTPUT_GRADIENTS, INPUT_GRADIENTS = (f"gradients of attention and MLP {what}" for what in ("outputs", "inputs"))
+HIDDEN_STATES, HIDDEN_GRADIENTS = "hidden states", "gradients of the hidden states"
+TIED_GRADIENT, TIED_WEIGHT = "gradient of the copied word embedding", "word embedding"
 # In the order of a step: what, kind, phase, and whether each layer sends it, for attention and for the MLP.
 _PLAIN = (
     ("embedding", "all_reduce", "forward", False),
@@ -36,12 +38,12 @@ _GRADIENT_NORM_BYTES = 24  # sums of squares of sharded and replicated gradients
 
 @dataclass(frozen=True)
 class Collective:
-    """A number of equal collectives of one rank.
+    """A number of equal collectives of one rank, or of messages to another stage.
 
     Args:
         what: what is sent.
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `reduce` or `broadcast`.
-        group: `tensor` or `data`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `broadcast` or `send`.
+        group: `tensor`, `pipeline` or `data`.
         phase: `forward`, `backward` (with the recomputation), `gradients` or `optimizer`.
         count: how often per micro-batch or step, see the function that returns it.
         num_bytes: of the larger of input and output: the payload, not the bytes that a ring algorithm sends.
@@ -60,8 +62,10 @@ class Collective:
         return self.count * self.num_bytes
 
 
-def micro_batch_collectives(job: Workload, layout: Layout) -> list[Collective]:
-    """Collectives of the tensor group in the forward and backward pass of one micro-batch; none for one rank.
+def micro_batch_collectives(job: Workload, layout: Layout, stage: int = 0) -> list[Collective]:
+    """Messages of one rank of a stage in the forward and backward pass of one micro-batch; none for one rank.
+
+    Those of the tensor group:
 
     Forward: 2 all-reduces per layer (g after attention and MLP) and 1 of the embedding. Backward: 2 per layer (f) and 1
     of the output projection. All of b s h e bytes, the last for BERT of m h e, m its scored tokens. Full recomputation
@@ -74,6 +78,9 @@ def micro_batch_collectives(job: Workload, layout: Layout) -> list[Collective]:
     backward, the same all-gather again and a reduce-scatter; and one all-gather follows the last layer. With
     `batch_halves` those of the layers are twice as many and half as large.
 
+    Of several stages only the first has those of the embedding, and only the last those after the layers. Each sends
+    the hidden states [b, s, h] to the next, with sequence parallelism [b, s/p, h], and their gradient back.
+
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
 
@@ -82,16 +89,27 @@ def micro_batch_collectives(job: Workload, layout: Layout) -> list[Collective]:
     """
     config, parts, width = job.config, layout.batch_parts, job.config.hidden_size * job.weight_bytes
     config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
+    is_first, is_last = stage == 0, stage == layout.pp_size - 1
+    found, recomputed, placements = [], [], stage_placements(config, layout, stage)
+    for what, phase, sends in ((HIDDEN_STATES, "forward", not is_last), (HIDDEN_GRADIENTS, "backward", not is_first)):
+        if sends:
+            found.append(Collective(what, "send", "pipeline", phase, 1, job.own_tokens(layout) * width))
     if layout.tp_size == 1:
-        return []
-    found, recomputed, per_layer = [], [], 2 * parts * config.num_layers
+        return found
+    per_layer = 2 * parts * len(placements)
     for what, kind, phase, is_of_layers in _SEQUENCE if layout.cuts_sequence else _PLAIN:
+        if not (is_of_layers or is_first) and "embedding" in what:
+            continue
+        if not (is_of_layers or is_last) and "last layer" in what:
+            continue
         number, num_bytes = (per_layer, job.tokens * width // parts) if is_of_layers else (1, job.tokens * width)
         found.append(Collective(what, kind, "tensor", phase, number, num_bytes))
         if is_of_layers and phase == "forward" and config.recompute is Recompute.FULL:
             if what == OUTPUTS and not job.on_gpu:  # the last one of a layer, of the second half, may not be needed
-                number -= config.num_layers - num_recomputed_whole(config)
+                number -= len(placements) - num_recomputed_whole(config, placements)
             recomputed.append(Collective(f"{what}, recomputed", kind, "tensor", "backward", number, num_bytes))
+    if not is_last:
+        return [*found, *recomputed]
     at_once = rows_at_once(config.padded_vocab_size // layout.tp_size, job.on_gpu)
     pieces = [(job.num_scored // at_once, at_once), (1, job.num_scored % at_once)]
     loss = [
@@ -103,14 +121,15 @@ def micro_batch_collectives(job: Workload, layout: Layout) -> list[Collective]:
     return [*found, *recomputed, *loss, Collective(what, "all_reduce", "tensor", "backward", 1, num_bytes)]
 
 
-def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None) -> list[Collective]:
-    """Collectives of one rank in one optimizer step.
+def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, stage: int = 0) -> list[Collective]:
+    """Messages of one rank of a stage in one optimizer step.
 
     Those of every micro-batch; the gradients over the data group in `buffer_pieces`, 4 N bytes for half types (added
     in fp32) and N e for others, or with ZeRO stage 1 to their owners, each owner's in pieces, who send the weights
     back; the gradients of the `replicated_parameters` over the tensor group, with sequence parallelism and without ZeRO
-    also over the data group; the gradient norm over the tensor group. Left out: the few numbers of loss counts, of the
-    watchdog and of the replica check.
+    also over the data group; the gradient norm over the tensor group and the stages; the tied word embedding, whose
+    gradient the last stage sends to the first, which sends the weight back. Left out: the few numbers of loss terms and
+    counts, of the watchdog and of the replica check.
 
     Args:
         dp_rank: of the rank; with ZeRO stage 1 data ranks own different parameters. None: the one that sends most.
@@ -119,28 +138,34 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None) 
         ValueError: `layout.tp_size` does not divide the model.
     """
     number = job.num_micro_batches(layout)
-    found = [dataclasses.replace(c, count=c.count * number) for c in micro_batch_collectives(job, layout)]
+    found = [dataclasses.replace(c, count=c.count * number) for c in micro_batch_collectives(job, layout, stage)]
     if layout.cuts_optimizer:
-        found += _to_owners_and_back(job, layout)
+        found += _to_owners_and_back(job, layout, stage)
     elif layout.dp_size > 1:
-        pieces = Counter(buffer_pieces(count_parameters(job.config, layout).per_rank))
+        pieces = Counter(buffer_pieces(sum(each.size for each in rank_parameters(job.config, layout, stage))))
         found += _equal("gradients", "all_reduce", "gradients", pieces, job.wide_bytes)
-    by_rank = replicated_parameters(job.config, layout) if layout.tp_size > 1 else [0] * layout.dp_size
+    by_rank = replicated_parameters(job.config, layout, stage) if layout.tp_size > 1 else [0] * layout.dp_size
     replicated = (max(by_rank) if dp_rank is None else by_rank[dp_rank]) * job.wide_bytes
     if replicated:
         what = "gradients of replicated parameters"
         found.append(Collective(what, "all_reduce", "tensor", "gradients", 1, replicated))
         if layout.cuts_sequence and layout.dp_size > 1 and not layout.cuts_optimizer:
             found.append(Collective(f"{what}, from data rank 0", "broadcast", "data", "gradients", 1, replicated))
-    for group, cuts in (("tensor", layout.tp_size > 1), ("data", layout.cuts_optimizer)):
+    table = copied_parameters(job.config, layout, layout.pp_size - 1)
+    if layout.pp_size > 1 and stage == layout.pp_size - 1:
+        found.append(Collective(TIED_GRADIENT, "send", "pipeline", "gradients", 1, table * job.wide_bytes))
+    elif layout.pp_size > 1 and stage == 0:
+        found.append(Collective(TIED_WEIGHT, "send", "pipeline", "optimizer", 1, table * job.weight_bytes))
+    groups = ("tensor", layout.tp_size > 1), ("pipeline", layout.pp_size > 1), ("data", layout.cuts_optimizer)
+    for group, cuts in groups:
         if cuts:
             found.append(Collective("gradient norm", "all_reduce", group, "optimizer", 1, _GRADIENT_NORM_BYTES))
     return found
 
 
-def _to_owners_and_back(job: Workload, layout: Layout) -> list[Collective]:
+def _to_owners_and_back(job: Workload, layout: Layout, stage: int) -> list[Collective]:
     """ZeRO stage 1: gradients to their owners, in fp32 at least and in pieces; weights from each owner, at once."""
-    parts = [sum(each.size for each in owned) for owned in owned_parameters(job.config, layout) if owned]
+    parts = [sum(each.size for each in owned) for owned in owned_parameters(job.config, layout, stage) if owned]
     pieces = Counter(piece for part in parts for piece in buffer_pieces(part))
     return [
         *_equal("gradients to their owners", "reduce", "gradients", pieces, job.wide_bytes),
@@ -153,7 +178,7 @@ def _equal(what: str, kind: str, phase: str, sizes: Counter, num_bytes: int) -> 
     return [Collective(what, kind, "data", phase, count, size * num_bytes) for size, count in sizes.items()]
 
 
-def replicated_parameters(config: TransformerConfig, layout: Layout) -> list[int]:
+def replicated_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> list[int]:
     """Parameters of each data rank's update that every tensor rank holds whole.
 
     Per layer the LayerNorms and two row biases; outside the layers the LayerNorms, the position and type embeddings,
@@ -162,6 +187,6 @@ def replicated_parameters(config: TransformerConfig, layout: Layout) -> list[int
     Returns:
         by data rank the number of elements: of all, with ZeRO stage 1 of those that it owns.
     """
-    owned = owned_parameters(config, layout)
+    owned = owned_parameters(config, layout, stage)
     found = [sum(each.size for each in parameters if not each.is_sharded) for parameters in owned]
     return found if layout.cuts_optimizer else found * layout.dp_size

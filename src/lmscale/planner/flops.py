@@ -1,6 +1,8 @@
 """Floating-point operations of a training step, and the dense peaks of devices."""
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from ..config import Recompute, TransformerConfig
 
@@ -103,13 +105,14 @@ def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
     return max(1, round(config.traits.scored_share * seq_length))
 
 
-def num_recomputed_whole(config: TransformerConfig) -> int:
-    """Number of layers that full recomputation repeats to their end if they are eager, as it does all compiled ones.
+def num_recomputed_whole(config: TransformerConfig, placements: Sequence[Any]) -> int:
+    """Number of layers with these placements that full recomputation repeats to their end if they are eager, as it does
+    all compiled ones.
 
     torch's checkpoint stops once it has what the backward pass needs. Behind the last linear that is the dropout's
     mask, or the input of a LayerNorm that follows; without either the last product and its all-reduce are not repeated.
     """
-    return sum(config.hidden_dropout > 0 or bool(placement.after) for placement in config.layer_placements)
+    return sum(config.hidden_dropout > 0 or bool(placement.after) for placement in placements)
 
 
 def _forward_flops(config: TransformerConfig, seq_length: int, global_batch_size: int, width: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..config import Layout, Recompute
 from ..partition import rows_at_once
-from .params import count_parameters, owned_parameters, rank_parameters
+from .params import copied_parameters, distinct_stages, owned_parameters, rank_parameters
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 GIB = 2**30
@@ -78,6 +78,13 @@ class MemoryEstimate:
 
 
 def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
+    """Memory of a rank in one training step, of several stages of that which needs most; see `stage_memory`."""
+    return max(
+        (stage_memory(job, layout, stage) for stage in distinct_stages(job.config, layout)), key=lambda each: each.total
+    )
+
+
+def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimate:
     """Memory of a rank in one training step, in bytes: within 5 % of the peak of all its tensors.
 
     A layer keeps, of replicated tensors, 4 b s h e: inputs of its two LayerNorms (another placement may have more), of
@@ -101,40 +108,50 @@ def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
     Gradients exist before the last backward pass if a step has several micro-batches, or if they are summed in a
     buffer: those of half types, and all on several data ranks. Others are allocated as activations are freed.
 
+    Stage i of P keeps the activations of P - i micro-batches, with the hidden states that it has sent, b s h e each.
+    Only the first has what belongs to the embedding, only the last what belongs to the loss.
+
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
 
     Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
     config, e, h, own = job.config, job.weight_bytes, job.config.hidden_size, job.own_tokens(layout)
-    num_parameters, is_half = count_parameters(config, layout).per_rank, e < FP32_BYTES
-    num_owned = max(sum(each.size for each in owned) for owned in owned_parameters(config, layout))
+    parameters, is_half = rank_parameters(config, layout, stage), e < FP32_BYTES
+    is_first, is_last = stage == 0, stage == layout.pp_size - 1
+    num_parameters = sum(each.size for each in parameters) + copied_parameters(config, layout, stage)
+    num_owned = max(sum(each.size for each in owned) for owned in owned_parameters(config, layout, stage))
     layer, input_bytes = _layer_bytes(job, layout), own * h * e
-    mask = own * h if config.input_dropout > 0 else 0
-    num_outer, head = config.placement.num_outer_norms, config.traits.head
-    around = num_outer * input_bytes + job.num_scored * h * e * (1 + head.num_tensors) + mask
+    mask = own * h if is_first and config.input_dropout > 0 else 0
+    placement, head, num_scored = config.placement, config.traits.head, job.num_scored if is_last else 0
+    num_outer = is_first * placement.after_embedding + is_last * placement.after_stack
+    around = num_outer * input_bytes + num_scored * h * e * (1 + head.num_tensors) + mask
     if is_half and not job.on_gpu:  # the input of a LayerNorm in fp32
-        around += (num_outer * own + head.num_norms * job.num_scored) * h * (FP32_BYTES - e)
+        around += (num_outer * own + head.num_norms * num_scored) * h * (FP32_BYTES - e)
+    if not is_last:  # what it has sent
+        around += input_bytes
     kept, recomputed = {
         Recompute.NONE: (layer, 0),
         Recompute.SELECTIVE: (layer, _core_bytes(job, layout)),
         Recompute.FULL: (input_bytes, layer - input_bytes),
     }[config.recompute]
     gradients = num_parameters * job.wide_bytes
-    embedding = config.padded_vocab_size // layout.tp_size * h * e
+    embedding = config.padded_vocab_size // layout.tp_size * h * e if is_first or is_last else 0
+    num_kept = min(layout.pp_size - stage, job.num_micro_batches(layout))
     moment = HALF_BYTES if job.half_moments else job.wide_bytes
     has_buffer = is_half or layout.dp_size > 1
+    has_copy = has_buffer or not is_first  # the last stage of several has a buffer for the copy
     widens_whole = job.half_moments and job.on_gpu and not job.compiles
-    largest = max(each.size for each in rank_parameters(config, layout))
+    largest = max(each.size for each in parameters)
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
         optimizer_state=num_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
-        activations=around + config.num_layers * kept,
-        logits=_loss_bytes(job, layout),
+        activations=num_kept * (around + len(config.stages(layout.pp_size)[stage]) * kept),
+        logits=_loss_bytes(job, layout) if is_last else 0,
         recomputed_layer=recomputed,
-        gradient_copy=embedding if has_buffer else 0,
-        projection_gradient=embedding,
+        gradient_copy=embedding if has_copy else 0,
+        projection_gradient=embedding if is_last else 0,
         early_gradients=gradients if has_buffer or job.num_micro_batches(layout) > 1 else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(job, layout),
@@ -213,7 +230,8 @@ def checkpoint_bytes(job: Workload, layout: Layout) -> int:
     With `checkpoint.async` the rank holds them in host memory. Left out: tensors that all tensor ranks have are written
     by one of them, a fraction of a per cent.
     """
-    owned = owned_parameters(job.config, dataclasses.replace(layout, zero1=True))
+    divided = dataclasses.replace(layout, zero1=True)
+    owned = [owner for stage in range(layout.pp_size) for owner in owned_parameters(job.config, divided, stage)]
     moment = HALF_BYTES if job.half_moments else job.wide_bytes
     return max(sum(each.size for each in owner) for owner in owned) * (job.wide_bytes + 2 * moment)
 

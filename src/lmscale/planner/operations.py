@@ -14,7 +14,7 @@ from ..config import Layout, Recompute
 from ..partition import rows_at_once
 from .layer_operations import LayerCounts
 from .operation import Operation, product, times
-from .params import owned_parameters, rank_parameters
+from .params import owned_parameters, rank_parameters, stage_placements
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 OPTIMIZER_LAUNCHES = 27  # of the norm and the counters, besides one per parameter
@@ -23,8 +23,8 @@ LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
 
 
-def step_operations(job: Workload, layout: Layout) -> list[Operation]:
-    """The operations of one rank in one optimizer step on a GPU with compiled layers.
+def step_operations(job: Workload, layout: Layout, stage: int = 0) -> list[Operation]:
+    """The operations of one rank of a stage in one optimizer step on a GPU with compiled layers.
 
     Their FLOPs are those of `hardware_flops_per_step`, over p, and of the family's dense heads, which every rank
     computes whole, except that selective recomputation leaves a fused attention core alone.
@@ -33,7 +33,7 @@ def step_operations(job: Workload, layout: Layout) -> list[Operation]:
         ValueError: `layout.tp_size` does not divide the model.
     """
     config, parts, once = job.config, layout.batch_parts, []
-    for placement, number in Counter(config.layer_placements).items():
+    for placement, number in Counter(stage_placements(config, layout, stage)).items():
         layer = LayerCounts(job, layout, placement)
         in_layer = layer.forward("forward") + layer.backward()
         if config.recompute is Recompute.FULL:
@@ -43,13 +43,15 @@ def step_operations(job: Workload, layout: Layout) -> list[Operation]:
         once += [times(number * parts, operation) for operation in in_layer]
         if parts > 1:
             once.append(times(number, layer.gradients_read_again()))
-    once += [*_embedding(job, layout), *_head(job, layout)]
+    is_first, is_last = stage == 0, stage == layout.pp_size - 1
+    once += [*(_embedding(job, layout) if is_first else ()), *(_after_stack(job, layout) if is_last else ())]
+    once += _head(job, layout) if is_last else []
     number = job.num_micro_batches(layout)
-    return [*(times(number, operation) for operation in once), *_update(job, layout)]
+    return [*(times(number, operation) for operation in once), *_update(job, layout, stage)]
 
 
 def _embedding(job: Workload, layout: Layout) -> list[Operation]:
-    """Embeddings and the LayerNorm after the stack. The lookups run one by one; what follows them is compiled."""
+    """The embeddings. The lookups run one by one; what follows them is compiled."""
     config, h, e = job.config, job.config.hidden_size, job.weight_bytes
     whole, own = job.tokens * h, job.own_tokens(layout) * h
     table = config.padded_vocab_size // layout.tp_size * h * e
@@ -59,9 +61,6 @@ def _embedding(job: Workload, layout: Layout) -> list[Operation]:
         # the lookup's gradient is added to that of the output projection
         Operation("embedding", "backward", 2 * whole * e + 2 * table, whole * e + 2 * table, 4),
     ]
-    if layout.cuts_sequence and layout.batch_parts > 1:  # gathered rank by rank, each with tokens of both halves
-        found.append(Operation("output of the last layer, gathered", "forward", whole * e, whole * e))
-        found.append(Operation("gradient of this rank's tokens", "backward", own * e, own * e))
     if has_types:
         found.append(Operation("token types", "forward", own * e, own * e))
         found.append(Operation("token types", "backward", own * e, 0))
@@ -70,9 +69,19 @@ def _embedding(job: Workload, layout: Layout) -> list[Operation]:
     # The gradient of the positions is summed in the same kernel, but with a LayerNorm in one of its own.
     read, launches = (3, 4) if has_norm else (1, 1)
     found.append(Operation(name, "backward", read * own * e, changes * own * e, launches))
-    if config.placement.after_stack:
-        found.append(Operation("final LayerNorm", "forward", own * e, own * e))
-        found.append(Operation("final LayerNorm", "backward", 4 * own * e, own * e, 3))
+    return found
+
+
+def _after_stack(job: Workload, layout: Layout) -> list[Operation]:
+    """The LayerNorm after the last layer, and the gathering of its output."""
+    whole, own = (tokens * job.config.hidden_size * job.weight_bytes for tokens in (job.tokens, job.own_tokens(layout)))
+    found = []
+    if layout.cuts_sequence and layout.batch_parts > 1:  # gathered rank by rank, each with tokens of both halves
+        found.append(Operation("output of the last layer, gathered", "forward", whole, whole))
+        found.append(Operation("gradient of this rank's tokens", "backward", own, own))
+    if job.config.placement.after_stack:
+        found.append(Operation("final LayerNorm", "forward", own, own))
+        found.append(Operation("final LayerNorm", "backward", 4 * own, own, 3))
     return found
 
 
@@ -112,9 +121,9 @@ def _head(job: Workload, layout: Layout) -> list[Operation]:
     return [*found, Operation("loss", "backward", scaled + rounded[0], scaled + rounded[1], 3)]
 
 
-def _update(job: Workload, layout: Layout) -> list[Operation]:
+def _update(job: Workload, layout: Layout, stage: int) -> list[Operation]:
     """The gradient buffer, once per micro-batch, and the optimizer."""
-    e, wide, parameters = job.weight_bytes, job.wide_bytes, rank_parameters(job.config, layout)
+    e, wide, parameters = job.weight_bytes, job.wide_bytes, rank_parameters(job.config, layout, stage)
     n, num_added, found = sum(each.size for each in parameters), job.num_micro_batches(layout) - 1, []
     if e < FP32_BYTES or layout.cuts_optimizer:
         added = Operation("gradient buffer", "gradients", n * (e + wide), n * wide, len(parameters))
@@ -122,7 +131,8 @@ def _update(job: Workload, layout: Layout) -> list[Operation]:
         if num_added:
             found.append(times(num_added, added))
     # Of the rank that owns most.
-    owned, num_owned = max((sum(each.size for each in own), len(own)) for own in owned_parameters(job.config, layout))
+    by_owner = owned_parameters(job.config, layout, stage)
+    owned, num_owned = max((sum(each.size for each in own), len(own)) for own in by_owner)
     # Per parameter the norm reads the gradient; one kernel per tensor reads gradient, master and moments, and writes
     # master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
     moments = 2 * (HALF_BYTES if job.half_moments else wide)

@@ -11,17 +11,20 @@ from itertools import groupby
 from ..config import Layout
 from ..config.cluster import Cluster
 from .layer_operations import MAGNITUDE, LayerCounts
+from .params import stage_placements
 from .workload import Workload
 
 
-def exposed_shares(job: Workload, layout: Layout, cluster: Cluster, message_s: dict[str, float]) -> dict[str, float]:
+def exposed_shares(
+    job: Workload, layout: Layout, stage: int, cluster: Cluster, message_s: dict[str, float]
+) -> dict[str, float]:
     """Share of the time of a layer's messages during which the rank waits, by `Collective.what`.
 
     Args:
         message_s: seconds of one message, by `Collective.what`.
     """
     waits, total = Counter(), Counter()
-    for placement, number in Counter(job.config.layer_placements).items():
+    for placement, number in Counter(stage_placements(job.config, layout, stage)).items():
         layer = LayerCounts(job, layout, placement)
         for operations in (layer.forward("forward"), layer.backward()):
             by_product = groupby(operations, key=lambda o: o.name.removesuffix(MAGNITUDE))

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..config import Layout, TransformerConfig
 from ..partition import assign_owners
@@ -50,8 +50,11 @@ class ParameterCount:
 
 
 @_recent
-def rank_parameters(config: TransformerConfig, layout: Layout) -> tuple[Parameter, ...]:
-    """Every parameter of a rank, in the model's order, except that the order within the heads is another.
+def rank_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> tuple[Parameter, ...]:
+    """Every parameter that a rank owns, in the model's order, except that the order within the heads is another.
+
+    Of several stages the first has the embeddings and the last what follows the layers. The copy of the word embedding
+    in the last is left out (`copied_parameters`).
 
     With f = 4h a layer has 12 h^2 + 13 h. GPT: v h + S h + L (12 h^2 + 13 h) + 2 h. BERT adds token types 2 h,
     pooler h^2 + h, masked-LM dense h^2 + h with LayerNorm 2 h and decoder bias v, sentence order 2 h + 2. The output
@@ -74,19 +77,46 @@ def rank_parameters(config: TransformerConfig, layout: Layout) -> tuple[Paramete
     norm = 2 * [Parameter("layer norms", h)]
     attention = [Parameter("attention", size, True) for size in (3 * a * h, 3 * a, h * a)]
     mlp = [Parameter("mlp", size, True) for size in (f * h, f, f * h)]
-    found = [Parameter("position embedding", config.max_position_embeddings * h)]
-    if family.num_token_types:
-        found.append(Parameter("token-type embedding", family.num_token_types * h))
-    found += [Parameter("word embedding", v * h, True), *placement.after_embedding * norm]
-    for of_layer in config.layer_placements:
+    found = []
+    if stage == 0:
+        found.append(Parameter("position embedding", config.max_position_embeddings * h))
+        if family.num_token_types:
+            found.append(Parameter("token-type embedding", family.num_token_types * h))
+        found += [Parameter("word embedding", v * h, True), *placement.after_embedding * norm]
+    for of_layer in stage_placements(config, layout, stage):
         norms = len(of_layer.before + of_layer.after) * norm
         found += [*norms, *attention, Parameter("attention", h), *norms, *mlp, Parameter("mlp", h)]
-    return (*found, *placement.after_stack * norm, *(Parameter(*each) for each in family.head.parameters(h, v)))
+    if stage == layout.pp_size - 1:
+        found += [*placement.after_stack * norm, *(Parameter(*each) for each in family.head.parameters(h, v))]
+    return tuple(found)
+
+
+def copied_parameters(config: TransformerConfig, layout: Layout, stage: int) -> int:
+    """Elements of the copy of the word embedding that a rank of the last of several stages holds."""
+    is_copy = layout.pp_size > 1 and stage == layout.pp_size - 1
+    return config.padded_vocab_size // layout.tp_size * config.hidden_size if is_copy else 0
+
+
+@_recent
+def distinct_stages(config: TransformerConfig, layout: Layout) -> tuple[int, ...]:
+    """The stages to look at for the largest cost: of equal ones the first, which keeps most micro-batches."""
+    found = {}
+    for stage in range(layout.pp_size):
+        kind = stage == 0, stage == layout.pp_size - 1, *map(id, stage_placements(config, layout, stage))
+        found.setdefault(kind, stage)
+    return tuple(found.values())
+
+
+@_recent
+def stage_placements(config: TransformerConfig, layout: Layout, stage: int) -> list[Any]:
+    """The `NormPlacement` of each layer of a stage."""
+    layers = config.stages(layout.pp_size)[stage]
+    return config.layer_placements[layers.start : layers.stop]
 
 
 @_recent
 def count_parameters(config: TransformerConfig, layout: Layout = _WHOLE_MODEL) -> ParameterCount:
-    """Count a model and a rank exactly.
+    """Count a model exactly, and what a rank of its largest stage owns.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
@@ -94,15 +124,16 @@ def count_parameters(config: TransformerConfig, layout: Layout = _WHOLE_MODEL) -
     parts, by_rank = Counter(), Counter()
     for part, size, _ in rank_parameters(config, _WHOLE_MODEL):
         parts[part] += size
-    for _, size, is_sharded in rank_parameters(config, layout):
+    stages = (rank_parameters(config, layout, stage) for stage in range(layout.pp_size))
+    for _, size, is_sharded in max(stages, key=lambda parameters: sum(each.size for each in parameters)):
         by_rank[is_sharded] += size
     return ParameterCount(parts.total(), by_rank[True], by_rank[False], dict(parts))
 
 
 @_recent
-def owned_parameters(config: TransformerConfig, layout: Layout) -> tuple[tuple[Parameter, ...], ...]:
+def owned_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> tuple[tuple[Parameter, ...], ...]:
     """By owner the parameters whose optimizer state it has: data ranks with ZeRO stage 1, else one for all of them."""
-    parameters = rank_parameters(config, layout)
+    parameters = rank_parameters(config, layout, stage)
     if not layout.cuts_optimizer:
         return (parameters,)
     owned = [[] for _ in range(layout.dp_size)]

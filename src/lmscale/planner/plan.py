@@ -34,10 +34,7 @@ class Plan:
         job, layout, cluster = self.job, self.layout, self.cluster
         assert job.on_gpu == cluster.is_gpu
         if layout.world_size > cluster.num_devices:
-            raise ValueError(
-                f"`tp_size` x `dp_size` must be at most the {cluster.num_devices:,} devices of {cluster.name}, "
-                f"but is {layout.tp_size} x {layout.dp_size}"
-            )
+            raise ValueError(f"{layout.formula} must be at most the {cluster.num_devices:,} devices of {cluster.name}")
         if layout.cuts_sequence and job.seq_length % layout.tp_size:
             raise ValueError(
                 f"`data.seq_length` must be a multiple of `tp_size` ({layout.tp_size}) with `sequence_parallel`, "
@@ -46,10 +43,11 @@ class Plan:
         layout.check_micro_batch(job.micro_batch_size)
         BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)  # raises if it does not divide
         job.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
+        job.config.check_stages(layout.pp_size)
 
     @property
     def num_devices(self) -> int:
-        """tp_size x dp_size."""
+        """Ranks."""
         return self.layout.world_size
 
     @property
@@ -148,6 +146,19 @@ def describe_padding(plan: Plan) -> list[str]:
         f"parallel.pad_heads=true: {computed} heads are computed for {heads}, {each} per rank; the {computed - heads} "
         f"dummy heads are {1 - without / plan.hardware_flops:.1%} of the hardware FLOPs and on average "
         f"{num_bytes / GIB:.3f} GiB of a rank's weights, gradients and optimizer state{only}"
+    ]
+
+
+def describe_stages(plan: Plan) -> list[str]:
+    """Describe the stages of a pipeline and for how long each is idle; nothing if there is one."""
+    stages = plan.layout.pp_size
+    if stages == 1:
+        return []
+    sizes = ", ".join(str(len(layers)) for layers in plan.job.config.stages(stages))
+    return [
+        f"stages of {sizes} layers, each idle for {plan.time.idle / plan.time.total:.0%} of a step of "
+        f"{plan.job.num_micro_batches(plan.layout)} micro-batches; memory is of the stage that needs most, time of the "
+        "slowest, and the messages are of the first"
     ]
 
 

@@ -60,11 +60,14 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     cluster, time = plan.cluster, plan.time
     of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
     not_measured = " all: what the backward pass hides was not measured" if plan.layout.dp_size > 1 else ""
+    stages = [("messages between stages", time.pipeline, ""), ("idle, waiting for other stages", time.idle, "")]
+    stages = stages if plan.layout.pp_size > 1 else []
     rows = (
         ("matrix products", time.matmul, ""),
         ("element-wise work", time.elementwise, ""),
         ("between kernels", time.overhead, ""),
         ("tensor-parallel messages, not hidden", time.tensor, of_all),
+        *stages,
         ("data-parallel messages, not hidden", time.data, not_measured),
         ("optimizer", time.optimizer, ""),
         ("step", time.total, ""),
@@ -161,12 +164,13 @@ def _varied(ranking: Ranking) -> list[str]:
 def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> str:
     """The fastest layouts that fit, and for the others how much memory is missing."""
     first, varied = (ranking.fitting or ranking.too_large)[0], _varied(ranking)
+    has_stages = any(plan.layout.pp_size > 1 for plan in ranking.fitting)
     same = [f"{name}={str(getattr(first.layout, name)).lower()}" for name in _OPTIONS if name not in varied]
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
         f"{len(ranking.fitting):,} layouts fit; step times {_evidence(first)}",
         f"  compared: {', '.join((*_COMPARED, *varied))}" + f"; the same in all: {', '.join(same)}" * bool(same),
-        f"{'':>4}{'tp':>5}{'dp':>7}{'micro':>7}"
+        f"{'':>4}{'tp':>5}{'pp' if has_stages else '':>{5 * has_stages}}{'dp':>7}{'micro':>7}"
         + "".join(f"{_OPTIONS[name]:>8}" for name in varied)
         + f"{'recompute':>11}{'GiB':>9}{'s/step':>13}{'R':>8}{'MFU':>8}"
         f"{'tokens/s':>15}{'days':>13} of {first.job.num_steps:,} steps",
@@ -174,7 +178,8 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     for number, plan in enumerate(ranking.fitting[:top], start=1):
         layout = plan.layout
         lines.append(
-            f"{number:>4}{layout.tp_size:>5}{layout.dp_size:>7}{plan.job.micro_batch_size:>7}"
+            f"{number:>4}{layout.tp_size:>5}{layout.pp_size if has_stages else '':>{5 * has_stages}}{layout.dp_size:>7}"
+            f"{plan.job.micro_batch_size:>7}"
             + "".join(f"{'yes' if getattr(layout, name) else '':>8}" for name in varied)
             + f"{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
             f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"

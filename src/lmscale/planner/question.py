@@ -6,7 +6,7 @@ from ..config import Layout, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
-from .plan import Plan, describe_padding, describe_shortage
+from .plan import Plan, describe_padding, describe_shortage, describe_stages
 from .search import (
     Ranking,
     describe_limits,
@@ -15,10 +15,11 @@ from .search import (
     first_that_fits,
     largest_number,
     layout_at,
+    model_sizes,
     nearest,
-    powers_of_two,
     rank_layouts,
     rank_on_machine,
+    rank_over_stages,
     suggest_layout,
 )
 from .workload import STAND_IN_VOCAB_SIZE, Workload
@@ -67,7 +68,7 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             plan = Plan(job, layout, cluster)
     except ValueError as error:
         raise ValueError(f"{error}; {suggest_layout(job, layout, cluster)}") from None
-    notes += describe_padding(plan)
+    notes += describe_padding(plan) + describe_stages(plan)
     found = first_that_fits([(each, layout) for each in _jobs_to_try(question, job)], cluster.usable_bytes)
     if found is None:
         raise ValueError(
@@ -90,9 +91,13 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
         ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
-    options = question.parallel.layout(tp_size=1, dp_size=1)
+    over_stages = question.parallel.pp_size == "auto"
+    options = question.parallel.layout(tp_size=1, dp_size=1, **({"pp_size": 1} if over_stages else {}))
+    with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
+        job.config.check_stages(options.pp_size)
     num_devices = question.num_devices or largest_number(job, question.cluster, options)
-    ranking = rank_layouts(job, question.cluster, num_devices, options)
+    search = rank_over_stages if over_stages else rank_layouts
+    ranking = search(job, question.cluster, num_devices, options)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         wanted = dataclasses.replace(options, dp_size=num_devices)
@@ -102,7 +107,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
     best = ranking.fitting[0]
-    return ranking, notes + describe_padding(best) + describe_limits(best, options)
+    return ranking, notes + describe_padding(best) + describe_stages(best) + describe_limits(best, options)
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
@@ -119,7 +124,7 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
         )
     used, is_free = question.num_devices or num_devices, question.model.recompute == "auto" and question.cluster.is_gpu
     jobs = job.in_each_mode() if is_free else [job]
-    plans = rank_on_machine(jobs, question.cluster, used, question.parallel.layout(tp_size=1, dp_size=1))
+    plans = rank_on_machine(jobs, question.cluster, used, question.parallel.layout(tp_size=1, pp_size=1, dp_size=1))
     if not plans:
         raise ValueError(
             f"`measure` needs a layout of {used} devices that divides the model and the batch "
@@ -145,10 +150,10 @@ def _jobs_to_try(question: PlanConfig, job: Workload) -> list[Workload]:
 def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
-    if request.tp_size != "auto":
-        return layout_at(job, request, request.tp_size, machine.num_devices)
-    sizes = powers_of_two(job, request.pad_heads, machine.num_devices)
-    layouts = [layout_at(job, request, tp_size, machine.num_devices) for tp_size in sizes]
+    if "auto" not in (request.tp_size, request.pp_size):
+        return layout_at(job, request, request.tp_size, request.pp_size, machine.num_devices)
+    sizes = model_sizes(job, request.tp_size, request.pp_size, request.pad_heads, machine.num_devices)
+    layouts = [layout_at(job, request, *size, machine.num_devices) for size in sizes]
     layouts = [each for each in layouts if divides(job, each) and each.world_size <= machine.num_devices]
     candidates = [(each, layout) for each in _jobs_to_try(question, job) for layout in layouts]
     found = first_that_fits(candidates, machine.usable_bytes)
@@ -156,7 +161,7 @@ def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
         return found[1]
     raise ValueError(
         "no tp_size fits (`parallel.tp_size`=auto): no power of two that divides the model suits the batch and fits; "
-        f"{suggest_layout(job, layout_at(job, request, 1, machine.num_devices), machine)}"
+        f"{suggest_layout(job, layout_at(job, request, 1, 1, machine.num_devices), machine)}"
     )
 
 
@@ -165,7 +170,8 @@ def _check_all_are_used(question: PlanConfig, layout: Layout) -> None:
     if question.num_devices in (None, layout.world_size) or question.parallel.dp_size != "auto":
         return
     whole = question.global_batch_size // question.micro_batch_size
-    usable = [layout.tp_size * dp for dp in divisors(whole, question.cluster.num_devices // layout.tp_size)]
+    size = layout.tp_size * layout.pp_size
+    usable = [size * dp for dp in divisors(whole, question.cluster.num_devices // size)]
     near = " and ".join(f"{number:,}" for number in nearest(question.num_devices, usable)) or "none"
     raise ValueError(
         f"`num_devices` must be `parallel.tp_size` ({layout.tp_size}) times a `parallel.dp_size` that divides the "

@@ -1,7 +1,7 @@
 """Search the layouts of a job on a cluster: all possible ones ranked by step time, and the nearest that works.
 
-A candidate is a job, with its micro-batch and recomputation mode, in a layout. `options` is a layout whose options hold
-for all that are searched; its sizes do not matter.
+A candidate is a job, with its micro-batch and recomputation mode, in a layout. `options` is a layout whose options and
+number of stages hold for all that are searched; its other sizes do not matter.
 """
 
 import dataclasses
@@ -45,12 +45,12 @@ def largest_dp_size(num_micro_batches: int, largest: int) -> int:
     return max(divisors(num_micro_batches, largest), default=1)
 
 
-def layout_at(job: Workload, request: ParallelConfig, tp_size: int, num_devices: int) -> Layout:
-    """The requested layout at a `tp_size`; `dp_size=auto`: as many data ranks as batch and devices allow."""
+def layout_at(job: Workload, request: ParallelConfig, tp_size: int, pp_size: int, num_devices: int) -> Layout:
+    """The requested layout at these sizes; `dp_size=auto`: as many data ranks as batch and devices allow."""
     dp_size = request.dp_size
     if dp_size == "auto":
-        dp_size = largest_dp_size(job.global_batch_size // job.micro_batch_size, num_devices // tp_size)
-    return request.layout(tp_size=tp_size, dp_size=dp_size)
+        dp_size = largest_dp_size(job.global_batch_size // job.micro_batch_size, num_devices // (tp_size * pp_size))
+    return request.layout(tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
 
 
 def tensor_sizes(job: Workload, pad_heads: bool, largest: int) -> list[int]:
@@ -64,10 +64,32 @@ def powers_of_two(job: Workload, pad_heads: bool, largest: int | None = None) ->
     return [p for p in tensor_sizes(job, pad_heads, largest or job.config.num_attention_heads) if p.bit_count() == 1]
 
 
+def model_sizes(
+    job: Workload, tp_size: int | str, pp_size: int | str, pad_heads: bool, largest: int | None = None
+) -> list[tuple[int, int]]:
+    """(tp_size, pp_size) to try in their order where one or both are `auto`: the fewest ranks first, then stages.
+
+    Args:
+        largest: number of ranks; None: as many as the model has heads, per stage.
+    """
+    tp_sizes = powers_of_two(job, pad_heads, largest) if tp_size == "auto" else [tp_size]
+    pp_sizes = stage_numbers(job) if pp_size == "auto" else [pp_size]
+    pairs = [(p, s) for p in tp_sizes for s in pp_sizes if largest is None or p * s <= largest]
+    return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
+
+
+def stage_numbers(job: Workload) -> list[int]:
+    """The `pp_size` that `auto` tries, ascending: powers of two, and those that divide the layers."""
+    most = 1 if job.config.traits.transformer_inputs is None else job.config.num_layers
+    return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
+
+
 def _grids(job: Workload, options: Layout, num_devices: int) -> list[Layout]:
     """Every layout of all `num_devices` that divides the model."""
     sizes = tensor_sizes(job, options.pad_heads, num_devices)
-    return [dataclasses.replace(options, tp_size=p, dp_size=num_devices // p) for p in sizes if num_devices % p == 0]
+    models = [dataclasses.replace(options, tp_size=p, dp_size=1) for p in sizes]
+    divisible = [layout for layout in models if num_devices % layout.world_size == 0]
+    return [dataclasses.replace(layout, dp_size=num_devices // layout.world_size) for layout in divisible]
 
 
 def _possible_layouts(job: Workload, options: Layout, largest: int) -> list[Layout]:
@@ -75,7 +97,7 @@ def _possible_layouts(job: Workload, options: Layout, largest: int) -> list[Layo
     grids = [
         dataclasses.replace(options, tp_size=p, dp_size=d)
         for p in tensor_sizes(job, options.pad_heads, largest)
-        for d in divisors(job.global_batch_size, largest // p)
+        for d in divisors(job.global_batch_size, largest // (p * options.pp_size))
     ]
     return [layout for layout in grids if micro_batch_sizes(job, layout)]
 
@@ -112,7 +134,7 @@ def first_that_fits(candidates: Iterable[Candidate], usable: int) -> Candidate |
 
 
 def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
-    """Plan every tp x dp = `num_devices`, micro-batch and recomputation mode.
+    """Plan every tp x dp with the stages of `options` on `num_devices`, micro-batch and recomputation mode.
 
     Every layout is planned also with `zero1` and, on GPUs, where layers are compiled, `batch_halves`, each alone and
     both. With `sequence_parallel` a `tp_size` that does not divide the sequence is left out, and with `batch_halves` an
@@ -137,7 +159,39 @@ def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Lay
             f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; "
             + (f"a layout fits with {', '.join(near)}" if near else "no layout fits on another number either")
         )
+    fitting = _without_slower_stages(fitting)
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
+
+
+def rank_over_stages(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
+    """`rank_layouts` for every one of the `stage_numbers` that divides `num_devices`, together.
+
+    Raises:
+        ValueError: no grid divides model and batch; of one stage.
+    """
+    found, problem = [], None
+    for stages in stage_numbers(job):
+        try:
+            found.append(rank_layouts(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages)))
+        except ValueError as error:
+            problem = problem or error
+    if not found:
+        raise problem
+    fitting = (plan for ranking in found for plan in ranking.fitting)
+    too_large = () if any(ranking.fitting for ranking in found) else found[0].too_large
+    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), too_large)
+
+
+def _without_slower_stages(plans: Sequence[Plan]) -> list[Plan]:
+    """Plans without those of several stages that are surely slower: with fewer micro-batches than stages, or where the
+    same layout fits with less recomputation. Timing all would take minutes for 512 devices."""
+    seen, kept = set(), []
+    for plan in plans:  # those of a layout and a micro-batch in the order of the modes
+        same, stages = (plan.layout, plan.job.micro_batch_size), plan.layout.pp_size
+        if stages == 1 or (plan.job.num_micro_batches(plan.layout) >= stages and same not in seen):
+            kept.append(plan)
+        seen.add(same)
+    return kept
 
 
 def _with_options(layout: Layout, cluster: Cluster) -> list[Layout]:

@@ -12,6 +12,7 @@ from .memory import keeps_scores
 from .operation import Operation
 from .operations import step_operations
 from .overlap import exposed_shares
+from .params import distinct_stages
 from .workload import Workload
 
 _PARTS = {"product": "matmul", "attention": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
@@ -45,9 +46,11 @@ class Row:
 
     @property
     def bound(self) -> str:
-        """What its time is: `messages`, `launches`, `products` or `bytes`."""
-        if self.part in ("tensor", "data"):
+        """What its time is: `messages`, `launches`, `products`, `bytes` or `other stages`."""
+        if self.part in ("tensor", "pipeline", "data"):
             return "messages"
+        if self.part == "idle":
+            return "other stages"
         if 2 * self.launch_s > self.seconds:
             return "launches"
         return "products" if self.flops else "bytes"
@@ -62,6 +65,8 @@ class StepTime:
         elementwise: everything else that reads and writes activations, and the gradient buffer.
         overhead: between kernels.
         tensor: messages of the tensor group, as far as nothing hides them.
+        pipeline: messages between stages.
+        idle: waiting for other stages, p - 1 of m + p - 1 micro-batches.
         data: messages of the data group: the sum of the gradients, with ZeRO stage 1 also the broadcast of weights.
         optimizer: AdamW.
         tensor_hidden: the rest of the tensor group's messages, behind computation; no part of `total`.
@@ -72,6 +77,8 @@ class StepTime:
     elementwise: float
     overhead: float
     tensor: float
+    pipeline: float
+    idle: float
     data: float
     optimizer: float
     tensor_hidden: float
@@ -96,12 +103,12 @@ class StepTime:
     @property
     def total(self) -> float:
         """Everything that the rank does or waits for."""
-        return self.compute + self.tensor + self.data + self.optimizer
+        return self.compute + self.tensor + self.pipeline + self.idle + self.data + self.optimizer
 
     @property
     def messages(self) -> float:
         """All messages, hidden or not."""
-        return self.tensor + self.tensor_hidden + self.data
+        return self.tensor + self.tensor_hidden + self.pipeline + self.data
 
     @property
     def ratio(self) -> float | None:
@@ -124,18 +131,30 @@ class StepTime:
 
 
 def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[Row]:
-    """Every operation and message of one rank in one optimizer step of this project's code.
+    """Every operation and message of one rank in one optimizer step of this project's code, of the slowest stage.
+
+    It is idle while the other stages compute their first and last micro-batches, each as long as its own.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
     """
     if keeps_scores(job):
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, attention="exact"))
-    messages, shares = step_collectives(job, layout), {}
+    stages = (_stage_rows(job, layout, stage, cluster) for stage in distinct_stages(job.config, layout))
+    rows = max(stages, key=lambda rows: StepTime.of(rows).total)
+    if layout.pp_size == 1:
+        return rows
+    micro_batches = sum(row.seconds for row in rows if row.phase in ("forward", "backward", "recomputation"))
+    idle = (layout.pp_size - 1) / job.num_micro_batches(layout) * micro_batches
+    return [*rows, Row("idle", "forward", "idle", 1, 0, 0, 0, 0, idle)]
+
+
+def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> list[Row]:
+    messages, shares = step_collectives(job, layout, stage=stage), {}
     if job.on_gpu and layout.tp_size > 1:  # elsewhere layers are not compiled
         each = {message.what: message_s(message, layout, cluster) / message.count for message in messages}
-        shares = exposed_shares(job, layout, cluster, each)
-    operations = operation_rows(step_operations(job, layout), cluster, job.dtype)
+        shares = exposed_shares(job, layout, stage, cluster, each)
+    operations = operation_rows(step_operations(job, layout, stage), cluster, job.dtype)
     return [*operations, *message_rows(messages, layout, cluster, shares)]
 
 
@@ -167,20 +186,25 @@ def message_rows(
     return found
 
 
-def crosses_nodes(layout: Layout, cluster: Cluster) -> bool:
-    """Whether some group of consecutive tensor ranks is on two nodes: of several, if the group does not divide one."""
-    return layout.world_size > cluster.devices_per_node and cluster.devices_per_node % layout.tp_size != 0
+def crosses_nodes(layout: Layout, cluster: Cluster, with_stages: bool = False) -> bool:
+    """Whether some group of consecutive tensor ranks is on two nodes: of several, if the group does not divide one.
+
+    Args:
+        with_stages: ask this of the ranks of a whole model, its stages included.
+    """
+    size = layout.tp_size * (layout.pp_size if with_stages else 1)
+    return layout.world_size > cluster.devices_per_node and cluster.devices_per_node % size != 0
 
 
 def message_s(message: Collective, layout: Layout, cluster: Cluster) -> float:
     """Seconds of all of a collective in full: 2 (p - 1) / p of an all-reduce's bytes over the bandwidth, half of that
-    for the others, and a latency each.
+    for the others, all bytes of a message to another stage, and a latency each.
 
     Source: Hockney 1994; Patarasuk and Yuan 2009 for the ring's 2 (p - 1) / p.
     """
     num_ranks = layout.axes[message.group]
-    in_node = message.group == "tensor" and not crosses_nodes(layout, cluster)
+    in_node = message.group != "data" and not crosses_nodes(layout, cluster, message.group == "pipeline")
     bandwidth = cluster.bandwidth(1 if in_node else layout.world_size)
     rounds = 2 if message.kind == "all_reduce" else 1  # it is a reduce-scatter and an all-gather
-    seconds = rounds * (num_ranks - 1) / num_ranks * message.num_bytes / bandwidth + cluster.latency_us * 1e-6
-    return message.count * seconds
+    share = 1 if message.kind == "send" else rounds * (num_ranks - 1) / num_ranks
+    return message.count * (share * message.num_bytes / bandwidth + cluster.latency_us * 1e-6)

@@ -100,7 +100,9 @@ class Workload:
     def overrides(self, layout: Layout) -> str:
         """This job on a grid as overrides of `train.py` and `plan.py`."""
         return (
-            f"parallel.tp_size={layout.tp_size} parallel.dp_size={layout.dp_size} "
+            f"parallel.tp_size={layout.tp_size} "
+            + (f"parallel.pp_size={layout.pp_size} " if layout.pp_size > 1 else "")
+            + f"parallel.dp_size={layout.dp_size} "
             f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute.value}"
             + (" parallel.sequence_parallel=true" if layout.sequence_parallel else "")
             + (" parallel.zero1=true" if layout.zero1 else "")

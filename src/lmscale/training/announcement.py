@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import read_metadata
-from ..config import Layout, Recompute, TransformerConfig
+from ..config import BatchConfig, Layout, Recompute, TransformerConfig
 from ..config.pretrain import RunConfig
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
@@ -32,11 +32,11 @@ def announce(
     print(
         f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} per rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
-        f"ranks: {layout.world_size} = {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
+        f"ranks: {layout.world_size} = {layout} on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}{chosen}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x {batch.num_micro_batches} x "
         f"{run.micro_batch_size} (data ranks x micro-steps x micro-batch); {run.data.seq_length} tokens per sequence\n"
-        f"{describe_options(run, config, layout, agreed.kernels.compiles)}"
+        f"{describe_stages(config, layout, batch)}{describe_options(run, config, layout, agreed.kernels.compiles)}"
         f"kernels: {agreed.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
         f"{describe_attention_dropout(config)}"
@@ -45,13 +45,9 @@ def announce(
         + f"\nrun folder: {run_dir}",
         flush=True,
     )
-    then = read_metadata(resume_from).layout if resume_from else {}
-    if then and (then["dp_size"], then["tp_size"]) != (layout.dp_size, layout.tp_size):
-        print(
-            f"layout: changed from the checkpoint's {then['dp_size']} data x {then['tp_size']} tensor to "
-            f"{layout.dp_size} data x {layout.tp_size} tensor",
-            flush=True,
-        )
+    then = Layout(**read_metadata(resume_from).layout) if resume_from else layout
+    if then.sizes != layout.sizes:
+        print(f"layout: changed from the checkpoint's {then} to {layout}", flush=True)
     if resume_from and not run.resume.weights_only:
         schedule = agreed.schedule
         print(
@@ -85,13 +81,24 @@ def describe_idle_gpus(job: ResolvedRun) -> str:
     if job.accelerator == "cpu" or run.parallel.dp_size != "auto":
         return ""
     micro_batches, num_gpus = run.global_batch_size // run.micro_batch_size, torch.cuda.device_count()
-    possible = num_gpus // layout.tp_size
+    possible = num_gpus // (layout.tp_size * layout.pp_size)
     if layout.dp_size >= possible or layout.dp_size != largest_dp_size(micro_batches, possible):
         return ""  # all are used, or another launcher has started fewer ranks
     return (
         f"; dp_size=auto: {layout.world_size} of {num_gpus} GPUs, because it must divide the {micro_batches} "
         "micro-batches of a step"
     )
+
+
+def describe_stages(config: TransformerConfig, layout: Layout, batch: BatchConfig) -> str:
+    """Return a line of the stages of a pipeline and the time for which each is idle; empty if there is one stage."""
+    stages, num = layout.pp_size, batch.num_micro_batches
+    if stages == 1:
+        return ""
+    sizes = ", ".join(str(len(layers)) for layers in config.stages(stages))
+    idle = f"each is idle for about {(stages - 1) / (num + stages - 1):.0%} of a step of {num} micro-batches"
+    fewer = "; WARNING: with fewer micro-batches than stages some stages always wait" if num < stages else ""
+    return f"pipeline: stages of {sizes} layers; {idle}{fewer}\n"
 
 
 def describe_attention_dropout(config: TransformerConfig) -> str:

@@ -10,7 +10,7 @@ from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, usable_bytes
-from ..planner.search import first_that_fits, layout_at, powers_of_two
+from ..planner.search import first_that_fits, layout_at, model_sizes
 from ..planner.workload import Workload
 from .runtime.host_memory import host_memory_available
 
@@ -33,37 +33,31 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
 
         devices = torch.cuda.device_count()
 
-    def at(tp_size: int) -> Layout:
+    def at(tp_size: int, pp_size: int) -> Layout:
         if request.dp_size == "auto" and world is not None:  # all ranks that were started must be used
-            return request.layout(tp_size=tp_size, dp_size=max(1, devices // tp_size))
-        return layout_at(workload, request, tp_size, devices)
+            return request.layout(tp_size=tp_size, pp_size=pp_size, dp_size=max(1, devices // (tp_size * pp_size)))
+        return layout_at(workload, request, tp_size, pp_size, devices)
 
-    if request.tp_size == "auto":
-        ranks, memory = 1, device_memory(on_gpu)
+    if "auto" in (request.tp_size, request.pp_size):
+        sizes = model_sizes(workload, request.tp_size, request.pp_size, request.pad_heads)
+        memory, ranks, fewest = device_memory(on_gpu), 1, at(*sizes[0]).world_size
         if not on_gpu:  # the local ranks share the host's memory
-            ranks = world.local_size if world is not None else at(1).dp_size
-        candidates = [(workload, at(tp_size)) for tp_size in powers_of_two(workload, request.pad_heads)]
-        found = first_that_fits(candidates, usable_bytes(memory, on_gpu, ranks))
+            ranks = world.local_size if world is not None else fewest
+        found = first_that_fits([(workload, at(*size)) for size in sizes], usable_bytes(memory, on_gpu, ranks))
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
-        if found is None or (found[1].tp_size > 1 and not on_gpu and world is None):
+        if found is None or (not on_gpu and world is None and found[1].world_size > fewest):
             raise ValueError(
                 "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the "
                 f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
             )
         layout = found[1]
     else:
-        layout = at(request.tp_size)
+        layout = at(request.tp_size, request.pp_size)
     if world is not None and layout.world_size != world.size:
-        raise ValueError(
-            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({layout.tp_size} x {layout.dp_size}), "
-            f"but {world.size} ranks were started"
-        )
+        raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
     if world is None and on_gpu and layout.world_size > devices:
         way_out = "" if request.tp_size == "auto" else "; trainer.accelerator=cpu trains on its cores"
-        raise ValueError(
-            f"`parallel.tp_size` x `parallel.dp_size` ({layout.tp_size} x {layout.dp_size}) must be at most the GPUs "
-            f"of this host, but it has {devices}{way_out}"
-        )
+        raise ValueError(f"{layout.formula} must be at most the GPUs of this host, but it has {devices}{way_out}")
     return layout
 
 
@@ -125,11 +119,14 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
         return
     least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
-    layouts = [replace(layout, tp_size=tp_size) for tp_size in powers_of_two(workload, layout.pad_heads)]
-    fits = first_that_fits(itertools.product((workload, least), layouts), usable_bytes(there, on_gpu))
+    fits = None
+    for stages in (layout.pp_size, "auto"):
+        sizes = model_sizes(workload, "auto", stages, layout.pad_heads)
+        layouts = [replace(layout, tp_size=tp_size, pp_size=pp_size) for tp_size, pp_size in sizes]
+        fits = fits or first_that_fits(itertools.product((workload, least), layouts), usable_bytes(there, on_gpu))
     if fits is None:
         way_out = (
-            f"no tp_size that divides this model fits {device}s {size}, even with micro_batch_size="
+            f"no layout of this model fits {device}s {size}, even with micro_batch_size="
             f"{least.micro_batch_size} model.recompute=full"
         )
     else:

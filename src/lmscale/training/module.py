@@ -14,6 +14,7 @@ from ..kernels import PLAIN, Kernels
 from ..models import build_model
 from ..parallel.argmax import vocab_parallel_argmax
 from ..parallel.data_collectives import sum_over_data_ranks
+from ..parallel.pipeline import sum_over_stages
 from .step.stock_trainer import check_trainer, dtype_of_trainer
 from .step.training_module import MicroBatch, TrainingModule
 
@@ -82,6 +83,15 @@ class PretrainModule(TrainingModule):
         """See `TrainingModule`."""
         return self.loss.loss_sums(self.model, batch, sample_keys)
 
+    def compute(self, micro_batch: MicroBatch, received: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+        """See `TrainingModule`."""
+        if received is not None:
+            micro_batch = micro_batch | {"tokens": received}
+        if self.parallel.is_last_stage:
+            return self.loss_sums(micro_batch, sample_keys)
+        inputs = {name: micro_batch[name] for name in self.config.traits.transformer_inputs}
+        return self.model.transformer(**inputs, sample_keys=sample_keys)
+
     def setup(self, stage: str) -> None:
         """Take the Trainer's precision if no other is given; raises `ValueError` if it is not supported."""
         if self._takes_trainers_precision:
@@ -98,8 +108,9 @@ class PretrainModule(TrainingModule):
         """
         check_trainer(self.trainer)
         super().configure_model()
-        if (built_for := self.model.context.tp_size) != self.parallel.tp_size:
-            raise ValueError(f"`tp_size` must stay {built_for} for this module, but is {self.parallel.tp_size}")
+        for name in ("tp_size", "pp_size"):
+            if (built_for := getattr(self.model.context, name)) != (size := getattr(self.parallel, name)):
+                raise ValueError(f"`{name}` must stay {built_for} for this module, but is {size}")
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The model of the family, with initial weights unless a checkpoint has them."""
@@ -139,7 +150,13 @@ class PretrainModule(TrainingModule):
             self.log_dict(self.named_losses("train", losses), prog_bar=True)
 
     def predict_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
-        """The most probable token (GPT: the next one) at every position, int64 [b, s], equal on all tensor ranks."""
+        """The most probable token (GPT: the next one) at every position, int64 [b, s], equal on all tensor ranks.
+
+        Raises:
+            ValueError: the layout has several stages.
+        """
+        if self.parallel.pp_size > 1:
+            raise ValueError(f"`pp_size` must be 1 for Trainer.predict, but is {self.parallel.pp_size}")
         logits = self.loss.token_logits(self.model, batch)
         return vocab_parallel_argmax(logits.flatten(0, 1), self.parallel).view_as(batch["tokens"])
 
@@ -148,8 +165,10 @@ class PretrainModule(TrainingModule):
         self._validation_sums = torch.zeros(2, len(self.loss_terms), dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
-        """Add one batch's summed losses and counts."""
-        self._validation_sums += torch.stack([self.loss_sums(batch, None).double(), self.loss_counts(batch)])
+        """Add one batch's summed losses and counts, in the last stage."""
+        sums = self.forward_pass(batch, None)
+        if self.parallel.is_last_stage:
+            self._validation_sums += torch.stack([sums.double(), self.loss_counts(batch)])
 
     def on_validation_epoch_end(self) -> None:
         """Compute the losses over all validation sequences, each counted once."""
@@ -163,7 +182,8 @@ class PretrainModule(TrainingModule):
         self._reduce_validation("test")
 
     def _reduce_validation(self, stage: str) -> dict[str, float]:
-        sums, counts = sum_over_data_ranks(self._validation_sums, self.parallel).tolist()
+        found = sum_over_stages(self._validation_sums, self.parallel)
+        sums, counts = sum_over_data_ranks(found, self.parallel).tolist()
         means = [s / c if c else float("nan") for s, c in zip(sums, counts, strict=True)]
         metrics = self._metrics(stage, means)
         if self.logs:

@@ -125,7 +125,8 @@ def check(run: RunConfig) -> CheckedRun:
     fit.check_memory(run.name, workload, layout, world)
     if run.checkpoint.async_:
         fit.check_background_saves(workload, layout, world)
-    check_cuda_graphs(kernels, on_gpu, run.precision.dtype, workload.config.recompute.value, layout.tp_size)
+    recompute = workload.config.recompute.value
+    check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
     check_tokenizer(run.tokenizer, run.model.family)
     check_loads(run.model.family)
     if is_new:  # only now, because this imports torch

@@ -1,4 +1,4 @@
-"""The Lightning strategy: the (data, tensor) grid of ranks."""
+"""The Lightning strategy: the (data, pipeline, tensor) grid of ranks."""
 
 import sys
 import uuid
@@ -21,7 +21,7 @@ _ONE_RANK = Layout()
 
 
 class TensorParallelStrategy(ShardedCheckpointStrategy):
-    """Data parallelism over groups of tensor-parallel ranks (Figure 8).
+    """Data parallelism over pipelines of tensor-parallel ranks (Figure 8).
 
     The module builds its own shard in `configure_model`, from `strategy.parallel`. The optimizer sums gradients over
     the data group, and the model itself communicates within the tensor group: torch's DDP wraps nothing. The base

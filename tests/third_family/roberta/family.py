@@ -15,6 +15,7 @@ FAMILY = Family(
     corpus=BERT.corpus,
     is_causal=False,
     gelu="erf",
+    transformer_inputs=("tokens", "attention_mask"),
     scored_share=BERT.scored_share,
     num_sample_tensors=3,
     head=HeadSizes(_parameters, multiply_adds=lambda h: (h * h, 0), num_tensors=3, num_norms=1),

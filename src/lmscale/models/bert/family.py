@@ -25,6 +25,7 @@ FAMILY = Family(
     ),
     is_causal=False,
     gelu="erf",
+    transformer_inputs=("tokens", "token_types", "attention_mask"),
     num_token_types=2,  # sentence A and sentence B
     has_pooler=True,
     scored_share=MASKED_SHARE,

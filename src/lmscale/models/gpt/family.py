@@ -16,5 +16,6 @@ FAMILY = Family(
     ),
     is_causal=True,
     gelu="tanh",
+    transformer_inputs=("tokens",),
     hugging_face="lmscale.models.gpt.hugging_face",
 )

@@ -20,8 +20,9 @@ def diagnose(module: TrainingModule, micro_batches: list[MicroBatch]) -> dict[st
     eager = torch.compiler.set_stance("force_eager")  # hooks break the graphs: each layer would be compiled in pieces
     with torch.no_grad(), eager, FirstNonFiniteOutput(module.model) as watched:
         for micro_batch in micro_batches:  # all: the tensor ranks communicate, and may not see the same values
-            module.loss_sums(micro_batch, module.dropout_keys(micro_batch))
-    return report | {"forward": watched.name, "tp_rank": module.parallel.tp_rank, "dp_rank": module.parallel.dp_rank}
+            module.forward_pass(micro_batch, module.dropout_keys(micro_batch))
+    place = {name: getattr(module.parallel, name) for name in ("tp_rank", "pp_rank", "dp_rank")}
+    return report | {"forward": watched.name} | place
 
 
 def parameters_that_are_not_finite(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, list[str]]:
@@ -89,7 +90,7 @@ def first_cause(reports: list[dict[str, Any]]) -> str:
     for report in reports:
         if report["forward"]:
             return f"the output of {report['forward']} in the forward pass"
-    for report in reports:
+    for report in sorted(reports, key=lambda report: -report["pp_rank"]):
         if report["gradients"]:
             return f"the gradient of {report['gradients'][-1]}"
     return "nothing: all weights, outputs and gradients are finite now"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...models.attention import SelfAttention
 from ...models.layer import TransformerLayer
 from ...parallel import gather_tokens
+from ...parallel.pipeline import gather_from_stages
 from .layer_gradients import layer_gradient_norms
 
 FILE = "layer_statistics.jsonl"
@@ -62,7 +63,7 @@ class LayerStatistics(L.Callback):
         """Measure the first micro-batch of a chosen step."""
         if self._is_chosen(pl_module) and pl_module.parallel.dp_rank == 0:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                self.sublayers = measure_sublayers(pl_module.model, lambda: pl_module.loss_sums(batch[0], None))
+                self.sublayers = measure_sublayers(pl_module.model, lambda: pl_module.forward_pass(batch[0], None))
             self.num_sequences = len(batch[0]["tokens"])
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
@@ -88,18 +89,18 @@ def _sublayer_of(parameter_name: str) -> tuple[str, ...]:
 
 
 def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Statistics of every sublayer over one forward pass in evaluation mode, equal on all ranks of the tensor group.
+    """Statistics of every sublayer over one forward pass in evaluation mode, equal on all ranks of the model.
 
     Args:
         forward: computes `model` once.
 
     Communicates:
         what `forward` does, and over the tensor group one all-reduce of 5 numbers per sublayer and, with sequence
-        parallelism, two all-gathers of [b, s, h] each.
+        parallelism, two all-gathers of [b, s, h] each; the entries over the stages.
     """
     observed = {
-        (index, name): _Sublayer(layer, name, model.config.num_attention_heads)
-        for index, layer in enumerate(model.transformer.layers)
+        (index, name): _Sublayer(model.transformer.layers[index], name, model.config.num_attention_heads)
+        for index in model.transformer.own_layers
         for name in ("attention", "mlp")
     }
     was_training = model.training
@@ -118,7 +119,7 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
         found[-1] |= {"variance_ratio": branch / residual, "constant_share": constant / square if square else math.nan}
         if name == "attention":
             found[-1]["attention_entropy"] = entropy / heads
-    return found
+    return [entry for entries in gather_from_stages(found, model.context) for entry in entries]
 
 
 class _Sublayer:

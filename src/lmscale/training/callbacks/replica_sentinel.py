@@ -5,9 +5,11 @@ from typing import Any
 
 import lightning as L
 
-from ...parallel import first_difference
+from ...parallel import ParallelContext, fingerprint, first_difference
+from ...parallel.pipeline import gather_from_stages
 from ..runtime.ending import Ending
 from ..runtime.exit_codes import REPLICAS_DIFFER
+from ..step.optimizer import MixedPrecisionAdamW
 from .sample_digest import SampleDigest
 
 
@@ -16,12 +18,14 @@ class ReplicaSentinel(L.Callback):
 
     They are compared before the first step and then every `every_steps` steps: over the tensor group the replicated
     weights, their moments, and which samples were seen; over the data group all weights and moments (with `zero1` only
-    the weights: no two data ranks then hold the same moments). A difference means broken memory, a broken link or a
-    bug; the checkpoint before it is still good. A wrong gradient of a replicated parameter is not found over a group
+    the weights: no two data ranks then hold the same moments); over the stages of a pipeline which samples were seen,
+    and the word embedding of the first and the last. A difference means broken memory, a broken link or a bug; the
+    checkpoint before it is still good. A wrong gradient of a replicated parameter is not found over a group
     whose ranks all take rank 0's (`sync_replicated_gradients`).
 
     Communicates:
-        one all-reduce of 2 int64 per tensor over each group, every `every_steps` steps; two numbers over the world.
+        one all-reduce of 2 int64 per tensor over each group, every `every_steps` steps; two hashes over the stages;
+        three numbers over the world.
 
     Source: the drift of replicated LayerNorms in the BLOOM training (NVIDIA/Megatron-LM pull request 206).
     """
@@ -50,12 +54,13 @@ class ReplicaSentinel(L.Callback):
         over_tensor = first_difference(replicated, context.tp_group)
         shared = weights if context.zero1 else everything  # with zero1 each data rank has its own optimizer state
         over_data = first_difference({name: tensor for name, (tensor, _) in shared.items()}, context.dp_group)
-        tensor_differs, data_differs = trainer.strategy.any_rank(over_tensor is not None, over_data is not None)
-        if not (tensor_differs or data_differs):
+        over_stages = self._difference_over_stages(optimizer, context)
+        groups = {"tensor": over_tensor, "pipeline": over_stages, "data": over_data}
+        if not any(trainer.strategy.any_rank(*(name is not None for name in groups.values()))):
             return
-        for name, group in ((over_tensor, "tensor"), (over_data, "data")):
+        for group, name in groups.items():
             if name is not None:
-                place = f"tensor rank {context.tp_rank}, data rank {context.dp_rank}"
+                place = f"tensor rank {context.tp_rank}, stage {context.pp_rank}, data rank {context.dp_rank}"
                 print(
                     f"error: after step {pl_module.completed_steps} {name} differs within the {group} group of rank "
                     f"{trainer.global_rank} ({place}); the run stops without saving",
@@ -63,3 +68,10 @@ class ReplicaSentinel(L.Callback):
                     flush=True,
                 )
         self.ending.stop(trainer, REPLICAS_DIFFER)
+
+    def _difference_over_stages(self, optimizer: MixedPrecisionAdamW, context: ParallelContext) -> str | None:
+        """Which of the samples and the tied word embedding differs between stages, or None."""
+        own = {"sample numbers": self.digest.value, "the word embedding": optimizer.tied}
+        hashes = {name: int(fingerprint(tensor)) for name, tensor in own.items() if tensor is not None}
+        of_stages = gather_from_stages(hashes, context)
+        return next((n for n in own if len({found[n] for found in of_stages if n in found}) > 1), None)

@@ -18,6 +18,7 @@ from .layer_gradients import layer_gradient_norms
 from .timing import PhaseTimer, memory_in_use
 
 PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
+EXCHANGE = "exchange"  # of hidden states between stages, most of it waiting
 
 
 class StepReport(L.Callback):
@@ -71,7 +72,7 @@ class StepReport(L.Callback):
         def progress(activity: str) -> None:
             self._mark(pl_module, activity)
             phase = activity.partition(" ")[0]
-            if phase in PHASES:  # the sum of the gradients counts as part of the backward pass before it
+            if phase in (*PHASES, EXCHANGE):  # the sum of the gradients counts as part of the backward pass before it
                 timer.enter(phase)
 
         pl_module.progress = progress
@@ -122,7 +123,7 @@ class StepReport(L.Callback):
         seconds = {name: total / self._steps_since_row for name, total in self.timer.read().items()}
         self._steps_since_row = 0
         tokens = self.run.global_batch_size * self.run.data.seq_length
-        flops_per_s = self.flops_per_step / seconds["step"] / (context.tp_size * context.dp_size)
+        flops_per_s = self.flops_per_step / seconds["step"] / (context.tp_size * context.pp_size * context.dp_size)
         metrics = pl_module.named_losses("train", losses) | {
             "lr": pl_module.step_lr,
             "grad_norm": counters.grad_norm,
@@ -135,7 +136,8 @@ class StepReport(L.Callback):
         if self.peak_flops_per_s is not None:
             metrics["mfu"] = flops_per_s / self.peak_flops_per_s
         metrics["memory_gib"] = memory_in_use(pl_module.device) / 2**30
-        metrics |= {f"time/{name}_s": seconds.get(name, 0.0) for name in PHASES}
+        phases = PHASES if context.pp_size == 1 else (*PHASES, EXCHANGE)
+        metrics |= {f"time/{name}_s": seconds.get(name, 0.0) for name in phases}
         self.metrics = metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, pl_module.completed_steps)
@@ -158,4 +160,6 @@ class StepReport(L.Callback):
         self._batch_end = time.perf_counter()
 
     def _mark(self, pl_module: L.LightningModule, where: str) -> None:
-        self.watchdog.mark(f"step {pl_module.completed_steps + 1}, {where}")
+        context = pl_module.parallel
+        stage = f", stage {context.pp_rank} of {context.pp_size}" if context.pp_size > 1 else ""
+        self.watchdog.mark(f"step {pl_module.completed_steps + 1}, {where}{stage}")

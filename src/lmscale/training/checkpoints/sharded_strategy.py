@@ -11,7 +11,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...checkpoint import (
     CheckpointError,
@@ -23,6 +23,7 @@ from ...checkpoint import (
     read_metadata,
     remove_checkpoint,
 )
+from ...checkpoint.model_tensors import model_shapes
 from ...parallel import ParallelContext, padding_of
 from ..runtime.lost_rank import abort_nccl
 from .lightning_state import count_steps, from_json, loops_after, to_json
@@ -143,22 +144,38 @@ class ShardedCheckpointStrategy(DDPStrategy):
         """The metadata of a checkpoint with these kinds of tensors, and the part that this rank writes."""
         module, context = self.lightning_module, self.parallel
         entries, owner_of = {}, {}
-        for name, param in module.model.named_parameters():
+        for name, param in self._own_parameters():
             for kind, dtype in kinds.items():
                 entries[f"{kind}/{name}"] = TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
                 owner_of[f"{kind}/{name}"] = None if owners is None else owners[name]
         metadata = CheckpointMetadata(
             step=module.completed_steps,
-            layout={"tp_size": context.tp_size, "dp_size": context.dp_size},
+            layout=self.layout.sizes,
             model=module.config.to_dict(),
-            tensors=entries,
+            tensors=entries | self._tensors_of_other_stages(kinds),
             files={},
             optimizer=counters,
             run=run,
             state=state,
         )
         place = context.tp_rank, context.tp_size, context.dp_rank, context.dp_size
-        return metadata, divide_tensors(entries, *place, owner_of, padding_of(module.model))
+        stage = context.pp_rank, context.pp_size
+        return metadata, divide_tensors(entries, *place, owner_of, padding_of(module.model), *stage)
+
+    def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stage, but for the copy of a tied weight."""
+        named = self.lightning_module.model.named_parameters()
+        return [(name, param) for name, param in named if param.shard.tie != "copy"]
+
+    def _tensors_of_other_stages(self, kinds: dict[str, torch.dtype]) -> dict[str, TensorEntry]:
+        if self.parallel.pp_size == 1:
+            return {}
+        shapes = model_shapes(self.lightning_module.config)
+        return {
+            f"{kind}/{name}": TensorEntry(shape, dtype, shard_dim)
+            for name, (shape, shard_dim) in shapes.items()
+            for kind, dtype in kinds.items()
+        }
 
     def finish_save(self) -> str | None:
         """Wait for the save in progress, on all ranks; returns None, or on every rank why it failed.
@@ -194,7 +211,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
 
     def _begin_weights(self, path: Path, state: dict[str, Any]) -> None:
         """`begin_save` for the weights alone; for half types the fp32 masters, once training has started."""
-        tensors = {f"model/{name}": param.detach() for name, param in self.lightning_module.model.named_parameters()}
+        tensors = {f"model/{name}": param.detach() for name, param in self._own_parameters()}
         kinds, owners = {"model": next(iter(tensors.values())).dtype}, None
         if self.optimizers:
             optimizer = self.optimizers[0]

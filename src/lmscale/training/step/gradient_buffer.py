@@ -46,6 +46,7 @@ class GradientBuffer:
 
     Args:
         parameters: in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
+        held: the one whose gradient becomes final only when `reduce` is called.
 
     Attributes:
         flat: the gradients.
@@ -53,8 +54,10 @@ class GradientBuffer:
         owners: the data rank that owns each parameter with `zero1`; otherwise None: every rank updates all.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], context: ParallelContext) -> None:
-        self.context = context
+    def __init__(
+        self, parameters: list[nn.Parameter], context: ParallelContext, held: nn.Parameter | None = None
+    ) -> None:
+        self.context, self._held = context, held
         sizes = [param.numel() for param in parameters]
         self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
         owners = self.owners or [0] * len(sizes)
@@ -108,7 +111,7 @@ class GradientBuffer:
             self.views[index].copy_(param.grad)
         self._has_gradient[index] = True
         param.grad = None
-        if self._in_last_backward:
+        if self._in_last_backward and param is not self._held:
             self._is_final[index] = True
             while self._final_from and self._is_final[self._final_from - 1]:
                 self._final_from -= 1

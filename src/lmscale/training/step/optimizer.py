@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
 from ...parallel import ParallelContext, global_gradient_norm, sync_replicated_gradients
+from ...parallel.pipeline import add_to_owner, copy_from_owner, gather_from_stages
 from .adamw import OnePass, place_of, update_by_torch
 from .counters import DeviceCounters
 from .gradient_buffer import GradientBuffer, needs_buffer
@@ -35,6 +36,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
 
     Attributes:
         all_names: names of all parameters of the model.
+        tied: the word embedding in the first or the last of several stages (`ShardSpec.tie`).
+        copy_buffer: the gradient of its copy, in the last stage.
         names, model_parameters, masters: parallel lists of the parameters that this rank updates.
         owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
         weights: the half-type weight of each master; empty if the masters are the weights.
@@ -42,8 +45,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         counters: updates and skipped steps, gradient norm and loss scale.
 
     Communicates:
-        as `reduce_gradients`, and per step one all-reduce of three numbers over the tensor group; with `context.zero1`
-        another over the data group and the broadcasts of the weights.
+        as `reduce_gradients`, and per step as `global_gradient_norm`; with `context.zero1` the broadcasts of the
+        weights; with several stages as `copy_from_owner`.
     """
 
     def __init__(
@@ -55,6 +58,11 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         compiles: bool = False,
     ) -> None:
         parameters = dict(named_parameters)
+        self.tied = next((param for param in parameters.values() if param.shard.tie), None)
+        self.copy_buffer: GradientBuffer | None = None
+        if self.tied is not None and self.tied.shard.tie == "copy":
+            parameters = {name: param for name, param in parameters.items() if param is not self.tied}
+            self.copy_buffer = GradientBuffer([self.tied], ParallelContext())
         first = next(iter(parameters.values()))
         self.holds_masters = first.dtype in (torch.float16, torch.bfloat16)
         self.context = context
@@ -62,11 +70,12 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         self.owners: dict[str, int] | None = None
         gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
         if needs_buffer(first.dtype, context):
-            self.buffer = GradientBuffer(list(parameters.values()), context)
+            self.buffer = GradientBuffer(list(parameters.values()), context, held=self.tied)
             gradients = dict(zip(parameters, self.buffer.views, strict=True))
             if self.buffer.owners is not None:
                 self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
-        self.all_names = list(parameters)
+        self._tied_gradient = next((gradients[name] for name, p in parameters.items() if p is self.tied), None)
+        self.all_names = [name for names in gather_from_stages(list(parameters), context) for name in names]
         self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
         self.model_parameters = [parameters[name] for name in self.names]
         self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
@@ -112,8 +121,13 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
 
         Communicates:
             as `GradientBuffer.reduce`; as `sync_replicated_gradients`, of the replicated parameters that this rank
-            updates.
+            updates; in a pipeline first as `add_to_owner`.
         """
+        if self.copy_buffer is not None:
+            self.copy_buffer.complete()
+            add_to_owner(self.copy_buffer.views[0], self.context)
+        elif self.tied is not None:
+            add_to_owner(self.tied.grad if self._tied_gradient is None else self._tied_gradient, self.context)
         if self.buffer is not None:
             self.buffer.reduce()
         sync_replicated_gradients(self.masters, self.context)
@@ -124,6 +138,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients."""
+        if self.copy_buffer is not None:
+            self.copy_buffer.clear()
         if self.buffer is not None:
             self.buffer.clear()
             return
@@ -143,6 +159,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
             self._update(group, self.state, self.weights, step)
         if self.buffer is not None:
             self.buffer.share_weights()
+        if self.tied is not None:
+            copy_from_owner(self.tied.detach(), self.context)
         self.counters.publish()
 
 

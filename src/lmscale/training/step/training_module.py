@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -13,6 +14,7 @@ from ...checkpoint import CheckpointReader
 from ...config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from ...parallel import ParallelContext, padding_of, sample_dropout_keys, seed_rank_generator
 from ...parallel.data_collectives import sum_over_data_ranks
+from ...parallel.pipeline import run_forward, run_pipeline, sum_over_stages
 from .learning_rate import UpdateSchedule
 from .optimizer import MixedPrecisionAdamW
 from .schedule import run_micro_batches
@@ -49,11 +51,12 @@ class TrainingModule(L.LightningModule, ABC):
     Attributes:
         completed_steps: optimizer steps, including skipped ones.
         step_lr: learning rate of the last step.
-        step_terms: this rank's part of the loss terms of the last step, fp64 [number of terms].
+        step_terms: this data rank's part of the loss terms of the last step, fp64 [number of terms].
 
     Communicates:
         per step, over the data group: one all-reduce of the term counts; the gradients, starting within the last
-        backward pass, as `MixedPrecisionAdamW` says.
+        backward pass, as `MixedPrecisionAdamW` says. With several stages as `run_pipeline`, and one all-reduce of the
+        loss terms over the pipeline.
     """
 
     loss_terms: Any  # one name per loss term
@@ -108,24 +111,32 @@ class TrainingModule(L.LightningModule, ABC):
 
     def training_step(self, batch: list[MicroBatch], batch_idx: int) -> Tensor:
         """Compute the gradients of a step; returns its loss on this data rank (those of the ranks add up to it)."""
-        step, optimizer = self.completed_steps + 1, self.optimizer
+        step, optimizer, parallel = self.completed_steps + 1, self.optimizer, self.parallel
         optimizer.zero_grad()
         denominators = self._denominators(batch)
         self.step_terms = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
 
-        def forward(index: int, micro_batch: MicroBatch) -> Tensor:
+        def forward(index: int, micro_batch: MicroBatch, received: Tensor | None = None) -> Tensor:
             self.progress(f"forward pass of micro-batch {index + 1}")
-            seed_rank_generator(self.seed, step, index, self.dropout_rank, self.parallel.tp_rank)
-            sums = self.loss_sums(micro_batch, self.dropout_keys(micro_batch))
+            seed_rank_generator(self.seed, step, index, self.dropout_rank, parallel.tp_rank, parallel.pp_rank)
+            sums = self.compute(micro_batch, received, self.dropout_keys(micro_batch))
+            if not parallel.is_last_stage:
+                return sums
             terms = sums / denominators[index].to(sums.dtype)
             self.step_terms += terms.detach().double()
             return terms.sum()
 
-        def backward(index: int, loss: Tensor) -> None:
+        def backward(index: int, output: Tensor, gradient: Tensor | None = None) -> None:
             self.progress(f"backward pass of micro-batch {index + 1}")
-            (loss * optimizer.counters.loss_scale).backward()
+            scaled = output * optimizer.counters.loss_scale if gradient is None else output
+            scaled.backward(gradient)
 
-        run_micro_batches(batch, forward, backward, optimizer.start_grad_sync)
+        if parallel.pp_size == 1:
+            run_micro_batches(batch, forward, backward, optimizer.start_grad_sync)
+        else:
+            calls = forward, backward, optimizer.start_grad_sync
+            run_pipeline(batch, *calls, self.empty_hidden_states, self.progress, parallel)
+            sum_over_stages(self.step_terms, parallel)
         self.progress("sum of the gradients over the data ranks")
         optimizer.reduce_gradients()
         optimizer.counters.read()  # of the last step, which has long ended on the device
@@ -133,6 +144,30 @@ class TrainingModule(L.LightningModule, ABC):
         self.step_lr = optimizer.param_groups[0]["lr"]  # the scheduled rate: this group's factor is 1
         self.progress("optimizer")
         return self.step_terms.sum()
+
+    def compute(self, micro_batch: MicroBatch, received: Tensor | None, sample_keys: Tensor | None) -> Tensor:
+        """What this rank's stage computes of a micro-batch: the loss sums, or before the last stage the hidden states.
+
+        Args:
+            received: the hidden states of the stage before; None in the first.
+        """
+        return self.loss_sums(micro_batch, sample_keys)
+
+    def forward_pass(self, micro_batch: MicroBatch, sample_keys: Tensor | None) -> Tensor:
+        """`compute` in all stages, one after the other, without a backward pass.
+
+        Communicates:
+            as `compute` and `run_forward`.
+        """
+        compute = partial(self.compute, sample_keys=sample_keys)
+        return run_forward(micro_batch, compute, self.empty_hidden_states, self.parallel)
+
+    def empty_hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """An uninitialized tensor for the hidden states that travel between stages, [b, s, h] or [b, s/p, h]."""
+        b, s = micro_batch["tokens"].shape
+        s = self.parallel.shard(s) if self.parallel.sequence_parallel else s
+        dtype = DTYPES[self.precision.dtype]
+        return torch.empty(b, s, self.model.config.hidden_size, dtype=dtype, device=self.device)
 
     def _denominators(self, batch: list[MicroBatch]) -> list[Tensor]:
         """Divisors of each micro-batch's loss sums, such that all parts of a step add up to its loss."""

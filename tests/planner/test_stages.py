@@ -1,0 +1,70 @@
+"""The planner's stages of a pipeline: parameters, memory, idle time, and the layouts that it finds."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from paper_models import paper_model, training
+
+from analysis.correctness.peak_memory import sized
+from lmscale.config import Layout
+from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
+from lmscale.planner.memory import stage_memory
+from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters
+from lmscale.planner.plan import Plan
+from lmscale.planner.search import rank_over_stages
+
+
+def cluster(name: str) -> Cluster:
+    from lmscale.cli.conf_files import CONF
+
+    return load_cluster(CONF / "cluster" / f"{name}.yaml")
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("norm_order", ["pre", "post", "mix"])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 3), (2, 4)])
+def test_the_parameters_of_every_stage_are_those_of_the_model(family, norm_order, tp_size, pp_size) -> None:
+    config = sized(family, 7, 64, 4, 1000, 48, norm_order=norm_order)
+    layout, total = Layout(tp_size=tp_size, pp_size=pp_size), 0
+    for stage in range(pp_size):
+        context = ParallelContext(tp_size=tp_size, pp_rank=stage, pp_size=pp_size)
+        built = [p for p in build_model(config, context, seed=None, device="meta").parameters()]
+        owned = rank_parameters(config, layout, stage)
+        assert sorted(each.size for each in owned) == sorted(p.numel() for p in built if p.shard.tie != "copy")
+        assert copied_parameters(config, layout, stage) == sum(p.numel() for p in built if p.shard.tie == "copy")
+        total += sum(math.prod(p.shard.full_shape) for p in built if p.shard.tie != "copy")
+    assert total == sum(each.size for each in rank_parameters(config, Layout()))
+
+
+def test_the_first_of_equal_stages_keeps_most() -> None:
+    config = paper_model("gpt_8.3b")
+    layout = Layout(tp_size=2, pp_size=8)
+    job = training(config, 1, layout, 16)
+    needs = [stage_memory(job, layout, stage).total for stage in range(8)]
+    assert max(needs) == max(needs[stage] for stage in distinct_stages(config, layout))
+    sizes = [len(layers) for layers in config.stages(8)]
+    for i, j in itertools.combinations(range(1, 7), 2):
+        assert sizes[i] != sizes[j] or needs[i] > needs[j]
+
+
+def test_idle_time_is_that_of_the_other_stages_micro_batches() -> None:
+    job = dataclasses.replace(training(paper_model("gpt_8.3b"), 1), global_batch_size=64)
+    for pp_size, dp_size in ((4, 1), (8, 2)):
+        plan = Plan(job, Layout(tp_size=8, pp_size=pp_size, dp_size=dp_size), cluster("h100"))
+        passes = [row for row in plan.rows if row.phase in ("forward", "backward") and row.part != "idle"]
+        own = sum(row.seconds for row in passes)
+        num = job.num_micro_batches(plan.layout)
+        assert plan.time.idle / (plan.time.idle + own) == pytest.approx((pp_size - 1) / (num + pp_size - 1))
+
+
+def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> None:
+    """The paper's conclusion: beyond 16 billion parameters neither form of parallelism is enough alone."""
+    config = dataclasses.replace(paper_model("gpt_8.3b"), num_layers=78, hidden_size=4256, num_attention_heads=28)
+    job = dataclasses.replace(training(config, 1, dtype="fp16", compiles=True), global_batch_size=512)
+    ranking = rank_over_stages(job, cluster("dgx2h_v100"), 256, Layout())
+    assert ranking.fitting[0].layout.pp_size > 1
+    assert {plan.layout.tp_size for plan in ranking.fitting} <= {1, 2, 4}  # what divides 28 heads and the vocabulary

@@ -1,0 +1,156 @@
+"""Pretraining over the stages of a pipeline equals that of one process (fp64, 1e-12)."""
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+from safetensors import safe_open
+
+from lmscale.checkpoint import list_checkpoints
+from lmscale.training.runtime.exit_codes import REPLICAS_DIFFER
+from lmscale.training.step import optimizer
+
+BOUND = 1e-12
+DROPOUT = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
+STATISTICS = {"logger__layer_grad_norms": True, "logger__layer_statistics": [2]}
+SEQUENCE = {"parallel__sequence_parallel": True, "data__seq_length": 32}
+# By layout (tp, pp, dp): runs of 5 layers, with as many micro-batches as p - 1, p, and 2 p + 1 or more.
+CASES = {
+    (1, 2, 1): {
+        "gpt-5-micro-batches": ("gpt", {"micro_batch_size": 2, "global_batch_size": 10, **STATISTICS}),
+        "bert-post-1-micro-batch": ("bert", {"model__norm_order": "post", "model__recompute": "full"}),
+    },
+    (1, 3, 1): {"gpt-uneven": ("gpt", {"micro_batch_size": 4, "global_batch_size": 12, **DROPOUT})},
+    (1, 4, 1): {"bert-3-micro-batches": ("bert", {"micro_batch_size": 2, "global_batch_size": 6})},
+    (2, 2, 1): {
+        "bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
+        "gpt-padded-heads": (
+            "gpt",
+            {"model__num_attention_heads": 3, "parallel__pad_heads": True, "micro_batch_size": 2},
+        ),
+    },
+    (1, 2, 2): {"gpt-zero1": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})},
+}
+SLOW = {
+    (1, 2, 1): {
+        f"bert-{order}": ("bert", {"model__norm_order": order, "micro_batch_size": 2, "model__recompute": "selective"})
+        for order in ("pre", "deepnorm", "peri", "b2t", "mix")
+    }
+    | {"gpt-means": ("gpt", {"loss_reduction": "mean_of_means", "micro_batch_size": 2, "trainer__max_steps": 20})},
+    (2, 2, 2): {
+        "gpt-all": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
+        "bert-halves": ("bert", {"parallel__batch_halves": True, "micro_batch_size": 2, **DROPOUT}),
+    },
+}
+ALL = [(layout, name) for cases in (CASES, SLOW) for layout, names in cases.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("pipeline")
+
+
+def of_layout(layout: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("parallel__tp_size", "parallel__pp_size", "parallel__dp_size"), layout, strict=True))
+
+
+def train_both(root: Path, layout: tuple[int, int, int], name: str) -> tuple[Path, Path]:
+    """Train a case in one process and at its layout."""
+    architecture, changes = (CASES if name in CASES.get(layout, {}) else SLOW)[layout][name]
+    run_jobs([tiny_run(architecture, root / "one", **{"model__num_layers": 5} | changes)], 1)
+    run = tiny_run(architecture, root / "stages", **{"model__num_layers": 5} | changes | of_layout(layout))
+    run_jobs([run], layout[0] * layout[1] * layout[2])
+    return root / "one", root / "stages"
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] not in CASES.get(case[0], {}))) for case in ALL],
+)
+def test_a_run_over_stages_equals_that_of_one_process(folder, layout, name) -> None:
+    one, stages = train_both(folder / f"{layout}-{name}", layout, name)
+    rows = list(zip(read_rows(one), read_rows(stages), strict=True))
+    assert rows
+    for row, other in rows:
+        for column in row.keys() - {"lr"}:
+            if column.partition("/")[0] not in ("train", "val", "grad_norm"):
+                continue
+            assert abs(other[column] - row[column]) < BOUND * row[column], (column, row["step"])
+    for metric in ("val/loss", "val_start/loss"):
+        values = [read_record(path)["metrics"][metric]["value"] for path in (one, stages)]
+        assert abs(values[0] - values[1]) < BOUND * values[0], metric
+    if (one / "layer_statistics.jsonl").exists():
+        found, other = (json.loads((path / "layer_statistics.jsonl").read_text()) for path in (one, stages))
+        assert len(found["sublayers"]) == 10
+        for entry, twin in zip(found["sublayers"], other["sublayers"], strict=True):
+            assert entry.pop("sublayer") == twin.pop("sublayer")
+            assert entry == pytest.approx(twin, rel=1e-9)
+    tensors, others = read_tensors(one), read_tensors(stages)
+    assert tensors.keys() == others.keys()
+    for key, tensor in tensors.items():
+        bound = BOUND if key.startswith("model/") else 100 * BOUND * max(tensor.abs().max().item(), 1e-30)
+        assert (others[key] - tensor).abs().max() < bound, key
+
+
+def test_each_stage_writes_its_own_layers_and_the_tied_weight_is_written_once(folder) -> None:
+    root = folder / "files"
+    run_jobs([tiny_run("gpt", root, model__num_layers=5, **of_layout((1, 3, 1)))], 3)
+    path = list_checkpoints(root / "checkpoints")[-1]
+    written = []
+    for rank in range(3):
+        with safe_open(path / f"rank_{rank}_of_3.safetensors", "pt") as file:
+            written.append({key.removeprefix("model/") for key in file.keys() if key.startswith("model/")})  # noqa: SIM118
+    layers = [{int(name.split(".")[2]) for name in names if ".layers." in name} for names in written]
+    assert layers == [{0, 1}, {2, 3}, {4}]  # the output projection makes the last stage slower
+    outside = [
+        sorted(name.removeprefix("transformer.") for name in names if ".layers." not in name) for names in written
+    ]
+    assert outside == [["position_embedding", "word_embedding.weight"], [], ["final_norm.bias", "final_norm.weight"]]
+
+
+LAYOUTS = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 1))
+
+
+@pytest.mark.parametrize("precision", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_run_goes_on_at_any_layout(folder, precision) -> None:
+    """Stopped after every step and resumed at the next layout, it ends as a run at one layout does."""
+    root = folder / f"resume-{precision}"
+    changes = {"model__num_layers": 4, "trainer__max_steps": 4, "micro_batch_size": 2, "precision__dtype": precision}
+    run_jobs([tiny_run("gpt", root / "one", **changes)], 1)
+    for step, layout in enumerate(LAYOUTS, start=1):
+        moved = changes | of_layout(layout) | {"trainer__stop_after_steps": step}
+        run = tiny_run("gpt", root / "moved", **moved, resume="auto")
+        run_jobs([run], layout[0] * layout[1], expected=0)
+    bound = 1e-12 if precision == "fp64" else 0.02
+    for row, other in zip(read_rows(root / "one"), read_rows(root / "moved"), strict=True):
+        assert abs(row["train/loss"] - other["train/loss"]) < bound * row["train/loss"]
+    tensors, others = read_tensors(root / "one"), read_tensors(root / "moved")
+    assert all((tensors[key] - others[key]).abs().max() < max(bound, 1e-12) for key in tensors)
+
+
+def _forget_the_weight(rank: int) -> None:
+    optimizer.copy_from_owner = lambda weight, context: None
+
+
+def test_a_copied_word_embedding_that_differs_ends_the_run(folder) -> None:
+    run = tiny_run("gpt", folder / "drift", trainer__check_replicas_every_steps=1, parallel__pp_size=2)
+    run_jobs([run], 2, expected=REPLICAS_DIFFER, fault=_forget_the_weight)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_types_agree_over_the_stages(folder, precision) -> None:
+    """The word embeddings of both stages have the same bits, and all stages skip a step that overflows."""
+    root = folder / precision
+    changes = {"precision__dtype": precision, "model__num_layers": 2, "micro_batch_size": 2, "trainer__max_steps": 20}
+    changes["trainer__check_replicas_every_steps"] = 1
+    if precision == "fp16":
+        changes |= {"precision": {"dtype": "fp16", "initial_loss_scale": 2.0**40, "hysteresis": 1}}
+        changes.pop("precision__dtype")
+    for name, layout in (("one", (1, 1, 1)), ("stages", (1, 2, 1))):
+        run = tiny_run("gpt", root / name, **changes, **of_layout(layout))
+        run_jobs([run], layout[1])
+    for row, other in zip(read_rows(root / "one"), read_rows(root / "stages"), strict=True):
+        assert row["num_skipped"] == other["num_skipped"]
+        assert row["loss_scale"] == other["loss_scale"]
+        assert abs(row["train/loss"] - other["train/loss"]) < 0.01 * row["train/loss"]
