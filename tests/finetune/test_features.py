@@ -147,3 +147,16 @@ def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     place.write_text(place.read_text() + "99\t0\t0\ta\tb\t1\n")
     assert len(load_features(prepare_features(make_task("qqp"), str(place), tokenizer, cache))) == 6
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        *(("squad_v1", {key: value}) for key, value in (("max_query_length", 3), ("doc_stride", 4))),
+        ("squad_v1", {"max_seq_length": 36}),
+        ("race", {"max_qa_length": 3}),
+    ],
+)
+def test_features_are_encoded_again_for_another_length(tmp_path, name: str, changes: dict[str, int]) -> None:
+    before, after = (features(tmp_path, name, **values) for values in ({}, changes))
+    assert not np.array_equal(before.tokens, after.tokens)
