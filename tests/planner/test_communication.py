@@ -178,6 +178,13 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_that_it_owns(
     assert sent(None) == [4 * max(expected)]
 
 
+def test_replicated_gradients_come_from_data_rank_0_only_where_every_rank_updates_them() -> None:
+    for zero1, number in ((False, 1), (True, 0)):
+        layout = Layout(tp_size=2, dp_size=2, sequence_parallel=True, zero1=zero1)
+        found = step_collectives(small_config("gpt"), layout, 4, 1, 12, "bf16")
+        assert sum(c.count for c in found if c.what.endswith("from data rank 0")) == number
+
+
 def test_the_chunked_loss_communicates_once_per_chunk() -> None:
     config = paper_model("gpt_2.5b")  # at 2 ranks 25,600 columns, so 2,048 rows at a time
     sent = [c for c in micro_batch_collectives(config, Layout(tp_size=2), 5, 1000, "bf16") if c.what == "loss"]
