@@ -357,6 +357,14 @@ def test_a_crash_at_any_operation_loses_nothing(tmp_path, name: str) -> None:
     print(f"{name}: {counts} operations, {crashes} crashes, {states} states")
 
 
+def test_a_replaced_checkpoint_is_removed_only_where_its_successor_is_there(tmp_path) -> None:
+    """A crash between the two renames of a repeated save leaves the replaced one alone."""
+    for name in ("step_2.ckpt", "step_2.ckpt.replaced", "step_3.ckpt.replaced"):
+        (tmp_path / name).mkdir()
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2.ckpt", "step_3.ckpt.replaced"]
+
+
 def test_two_processes_cannot_create_the_same_folder(tmp_path) -> None:
     with atomic_folder(tmp_path / "target") as working:
         (working / "file").touch()

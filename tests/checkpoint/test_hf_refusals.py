@@ -1,5 +1,6 @@
 """What a model of Hugging Face must not bring: values ours cannot compute with, tensors without a place, code."""
 
+import json
 import pickle
 
 import pytest
@@ -134,4 +135,24 @@ def test_a_model_type_that_the_tensors_do_not_tell_is_asked_for(tmp_path) -> Non
     edit_config(tmp_path / "theirs", model_type=None)
     edit_tensors(tmp_path / "theirs", lambda tensors: tensors.pop("transformer.h.0.ln_1.weight"))
     with pytest.raises(CheckpointError, match="`model_type` of config.json must be one of .*, but is None"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "n_positions", "n_embd", "n_layer", "n_head"])
+def test_a_missing_size_is_refused_whatever_transformers_would_take_for_it(tmp_path, key: str) -> None:
+    save_theirs(tmp_path / "theirs", GPT)
+    path = tmp_path / "theirs" / "config.json"
+    values = json.loads(path.read_text())
+    del values[key]
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=f"`{key}` of config.json must be given, but is not there"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_tied_tensors_that_differ_only_before_their_last_rows_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("lmscale.checkpoint.hf_files._CHUNK_ROWS", 10)
+    save_theirs(tmp_path / "theirs", GPT)
+    edit_tensors(tmp_path / "theirs", lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
+    edit_tensors(tmp_path / "theirs", lambda t: t["lm_head.weight"][0].add_(1.0))
+    with pytest.raises(CheckpointError, match="lm_head.weight must equal transformer.wte.weight"):
         import_hugging_face(tmp_path / "theirs", tmp_path / "ours")

@@ -37,6 +37,18 @@ def test_a_vocabulary_is_copied_with_the_settings_beside_it(tmp_path) -> None:
     assert copied.encode_batch(["The the"]) == [[TOKENS.index("The"), TOKENS.index("the")]]
 
 
+def test_settings_are_written_only_where_a_tokenizer_json_has_none_beside_it(tmp_path) -> None:
+    folder = write_vocabulary(tmp_path / "tokenizer").parent
+    inner = load_published_tokenizer(TokenizerConfig("bert", path=str(folder))).inner
+    (folder / "tokenizer.json").write_text(inner.to_str())
+    TokenizerFiles(folder, CONFIG).copy_to(tmp_path / "without")
+    written = json.loads((tmp_path / "without" / "tokenizer_config.json").read_text())
+    assert written["pad_token"] == "[PAD]" and written["model_max_length"] == CONFIG.max_position_embeddings
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    TokenizerFiles(folder, CONFIG).copy_to(tmp_path / "with")
+    assert (tmp_path / "with" / "tokenizer_config.json").read_text() == '{"tokenizer_class": "BertTokenizer"}'
+
+
 @pytest.mark.parametrize(
     "name, content", [("vocab.txt", b"\xff"), ("vocab.json", b"["), ("tokenizer.json", b"version https://git-lfs")]
 )

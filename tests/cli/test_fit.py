@@ -74,6 +74,17 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
         resolve_layout(request, job, None)
 
 
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}])
+def test_all_ranks_share_the_memory_of_a_host_without_gpus(monkeypatch, sizes) -> None:
+    job = Workload(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "fp32", 1, on_gpu=False)
+    each = estimate_memory(job, Layout(**sizes)).total - usable_bytes(0, on_gpu=False)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each)
+    fit.check_memory("run", job, Layout(**sizes), None)
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each - 2)
+    with pytest.raises(ValueError, match=r"x 2 rank\(s\) on this host"):
+        fit.check_memory("run", job, Layout(**sizes), None)
+
+
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
 def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
     """The copies of all local ranks; on a CPU beside the memory in which they train."""

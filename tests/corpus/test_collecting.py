@@ -42,3 +42,10 @@ def test_a_repeated_id_is_shown_with_its_places(tmp_path) -> None:
     scatter(tmp_path, [["a", "b"], ["c", "b"]])
     with pytest.raises(ValueError, match="1 documents share an id .*: 'b' in 0.txt row 1 and 1.txt row 1"):
         CheckIds(tmp_path, 2, "refuse").run()
+
+
+def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
+    for task, source in enumerate(("books", "news")):
+        document = Document("text", "1", metadata={"source": source, "file": "a.jsonl", "row": 1})
+        ScatterDocuments(tmp_path, NUM_SHARDS).run(iter([document]), task, 2)
+    CheckIds(tmp_path, 2, "refuse").run()

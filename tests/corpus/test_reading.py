@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_files import TEXTS, archive, lines, pack, read, source
+from input_files import TEXTS, archive, lines, pack, problems, read, source
 
 from lmscale.config.corpus import SourceConfig
 from lmscale.corpus.inputs import list_inputs
@@ -44,6 +44,14 @@ def test_every_member_of_an_archive_is_a_document_with_its_name(folder, name) ->
     pack(archive({f"posts/{i}": text.encode() for i, text in enumerate(TEXTS)}), folder / name)
     documents, _ = read(folder)
     assert [(document.id, document.text) for document in documents] == [(f"posts/{i}", t) for i, t in enumerate(TEXTS)]
+
+
+def test_the_folder_in_which_an_archive_was_made_is_not_hidden(folder) -> None:
+    """As by `tar -c .`"""
+    (folder / "a.tar").write_bytes(archive({"./a": b"one", "./b/c": b"two", "./.d": b"hidden", "./.e/f": b"hidden"}))
+    documents, entries = read(folder)
+    assert [document.text for document in documents] == ["one", "two"]
+    assert problems(entries) == {"hidden_members": [2, 3]}
 
 
 @pytest.mark.parametrize(

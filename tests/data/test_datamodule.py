@@ -1,5 +1,6 @@
 """Steps and validation sequences of each data rank."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import lightning as L
@@ -71,6 +72,13 @@ def test_each_epoch_of_a_loader_begins_after_the_completed_steps_and_it_keeps_it
     module.trainer.global_step = 4
     assert len(loader) == NUM_STEPS  # Lightning accounts for restored steps itself
     assert equal(list(loader), whole[4:])
+
+
+def test_the_corpus_hash_depends_on_texts_and_tokenizer(prepared) -> None:
+    changes = {"train": prepared.manifest["train"] | {"sha256": "others"}}, {"tokenizer": "another"}
+    others = [dataclasses.replace(prepared, manifest=prepared.manifest | change) for change in changes]
+    assert len({make(corpus).corpus_hash for corpus in (prepared, *others)}) == 3
+    assert make(prepared, batch=24).corpus_hash == make(prepared).corpus_hash
 
 
 def test_loaders_do_not_use_the_global_generators(prepared) -> None:

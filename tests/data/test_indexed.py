@@ -193,6 +193,15 @@ def test_a_validated_dataset_is_validated_again_when_it_changes(tmp_path) -> Non
         IndexedDataset(tmp_path / "a")
 
 
+def test_tokens_that_are_lost_after_a_first_look_are_noticed(tmp_path) -> None:
+    prefix = write_dataset(tmp_path / "a", DOCUMENTS)
+    os.utime(tmp_path / "a.idx", (1, 1))  # long ago: the index is not validated again
+    num_bytes = IndexedDataset(prefix).num_tokens * 2
+    os.truncate(tmp_path / "a.bin", num_bytes - 2)
+    with pytest.raises(ValueError, match=f"must have the {num_bytes} bytes of its .idx, but has {num_bytes - 2}"):
+        IndexedDataset(prefix)
+
+
 @pytest.mark.parametrize("missing", ["bin", "idx"])
 def test_a_missing_file_is_named(tmp_path, missing) -> None:
     prefix = write_dataset(tmp_path / "a", DOCUMENTS)

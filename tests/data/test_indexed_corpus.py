@@ -75,6 +75,21 @@ def test_windows_cover_the_concatenated_shuffled_documents(tmp_path, sequences, 
     assert np.array_equal(batch["tokens"], stream[starts]) and np.array_equal(batch["labels"], stream[starts + 1])
 
 
+def test_runs_of_different_lengths_over_one_corpus_do_not_share_a_wrong_index(tmp_path) -> None:
+    """Both need two epochs, but only the longer one shuffles them together."""
+    part = whole(write_dataset(tmp_path / "a", random_documents(50, 3)))
+    per_epoch = len(ShuffledGPTDataset(part, VOCAB, 16, "train", 1, 1, tmp_path / "indices"))
+    for num_samples in (per_epoch + 2, 2 * per_epoch - 2):
+        shared, own = (
+            ShuffledGPTDataset(part, VOCAB, 16, "train", 1, num_samples, tmp_path / folder)
+            for folder in ("indices", f"own_{num_samples}")
+        )
+        assert shared.shuffle.num_epochs == 2
+        indices = np.arange(len(own))
+        for key, values in own.batch(indices, indices).items():
+            assert np.array_equal(shared.batch(indices, indices)[key], values)
+
+
 def test_only_documents_of_the_training_part_are_trained_on(folder) -> None:
     prepared = opened(folder / "b_text_document", folder)
     assert [(part.first, part.last) for part in (*prepared.parts["train"], *prepared.parts["validation"])] == [

@@ -84,6 +84,19 @@ def test_the_threshold_equals_that_of_a_search_over_all_values(shared_data) -> N
     assert best.score > at(float("inf")) + 1  # the threshold matters here
 
 
+def test_questions_of_one_null_score_are_answered_together_or_not_at_all() -> None:
+    """Answering the first alone would be best, but no threshold divides the first two."""
+    questions = dataset(("right", ["x"]), ("wrong", []), ("later", []))
+    best = best_null_threshold(
+        questions, dict.fromkeys(("right", "wrong", "later"), "x"), {"right": 0, "wrong": 0, "later": 1}
+    )
+    assert (best.value, best.score) == (-float("inf"), pytest.approx(200 / 3))
+    apart = best_null_threshold(
+        questions, dict.fromkeys(("right", "wrong", "later"), "x"), {"right": 0, "wrong": 1, "later": 1}
+    )
+    assert (apart.value, apart.score) == (0, pytest.approx(100))
+
+
 @pytest.mark.parametrize(
     "data, predictions, message",
     [

@@ -157,3 +157,16 @@ def test_damaged_features_in_the_cache_are_named(tmp_path, name, content) -> Non
     (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"^{folder} is damaged; remove it to have it built again$"):
         prepare_features(*arguments)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        *(("squad_v1", {key: value}) for key, value in (("max_query_length", 3), ("doc_stride", 4))),
+        ("squad_v1", {"max_seq_length": 36}),
+        ("race", {"max_qa_length": 3}),
+    ],
+)
+def test_features_are_encoded_again_for_another_length(tmp_path, name: str, changes: dict[str, int]) -> None:
+    before, after = (features(tmp_path, name, **values) for values in ({}, changes))
+    assert not np.array_equal(before.tokens, after.tokens)

@@ -182,6 +182,13 @@ def test_with_zero1_the_update_is_that_of_the_rank_with_most_tensors_among_those
     assert update.launches == tensors + OPTIMIZER_LAUNCHES + -(-most // ELEMENTS_PER_LAUNCH)
 
 
+def test_replicated_gradients_come_from_data_rank_0_only_where_every_rank_updates_them() -> None:
+    for zero1, number in ((False, 1), (True, 0)):
+        layout = Layout(tp_size=2, dp_size=2, sequence_parallel=True, zero1=zero1)
+        found = step_collectives(training(small_config("gpt"), 4, layout), layout)
+        assert sum(c.count for c in found if c.what.endswith("from data rank 0")) == number
+
+
 def test_the_chunked_loss_communicates_once_per_chunk() -> None:
     config = paper_model("gpt_2.5b")  # at 2 ranks 25,600 columns, so 2,048 rows at a time
     assert_equal_to_trace(dataclasses.replace(config, num_layers=1), Layout(tp_size=2), 5, 1000, "bf16")

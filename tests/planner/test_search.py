@@ -130,6 +130,7 @@ def test_only_sizes_that_divide_are_tried() -> None:
     assert tensor_sizes(job(), True, 4096) == [1, 2, 4, 5, 8, 10, 16, 20]  # not 6 for the MLP
     assert micro_batch_sizes(job(), Layout(tp_size=1, dp_size=4)) == [1, 2, 4, 12]
     assert micro_batch_sizes(job(), Layout(tp_size=1, dp_size=7)) == []
+    assert micro_batch_sizes(job(batch=128), Layout(tp_size=1, dp_size=1)) == [1, 2, 4, 8, 16, 32, 64]
     assert micro_batch_sizes(job(), Layout(tp_size=2, dp_size=4, batch_halves=True)) == [2, 4, 12]
     assert micro_batch_sizes(job(), Layout(tp_size=5, dp_size=4, sequence_parallel=True)) == []  # of 1,024 tokens
     assert largest_number(job(), CLUSTER, Layout()) == 960  # 20 x 48

@@ -173,6 +173,14 @@ def test_groups_send_over_fast_links_only_if_every_one_lies_within_a_node(tp_siz
         assert message_s(gradients, layout, CLUSTER) == pytest.approx(seconds)
 
 
+def test_a_recomputed_message_is_hidden_as_that_of_the_forward_pass() -> None:
+    for what, share in (("outputs", 0.25), ("outputs, recomputed", 0.25), ("gradients", 1.0)):
+        message = Collective(what, "all_reduce", "tensor", "backward", 3, 10**9)
+        (row,) = message_rows([message], Layout(tp_size=4), CLUSTER, {"outputs": 0.25})
+        whole = message_s(message, Layout(tp_size=4), CLUSTER)
+        assert (row.seconds, row.hidden) == pytest.approx((share * whole, (1 - share) * whole))
+
+
 def test_sequence_parallelism_divides_replicated_work() -> None:
     config = paper_model("gpt_8.3b")
     plain, cut = (planned(config, Layout(tp_size=8, sequence_parallel=on)).time for on in (False, True))

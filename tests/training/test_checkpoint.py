@@ -7,7 +7,8 @@ from datetime import datetime
 
 import pytest
 import torch
-from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+from ranks import torchrun_rank
+from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
@@ -157,6 +158,14 @@ def test_a_base_size_of_null_is_that_of_the_model() -> None:
         check_model(metadata, given | {"base_num_layers": 7}, "step_1.ckpt")
 
 
+def test_what_does_not_change_the_function_of_the_weights_may_change_on_resume(finished) -> None:
+    metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
+    free = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "embedding_dropout": 0.3, "recompute": "full"}
+    free |= {"attention": "exact", "initializer": "counter", "initializer_std": 0.1, "scale_residual_init": False}
+    assert all(metadata.model[key] != value for key, value in free.items())
+    check_model(metadata, metadata.model | free, "step_6.ckpt")
+
+
 def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
     longer = {"trainer__max_steps": 8, "schedule__decay_steps": 8}
     with pytest.raises(
@@ -180,6 +189,15 @@ def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished
     resolve(tiny_run("gpt", tmp_path, resume=branch, **changed, **LONG))  # a new run, on other weights
 
 
+@pytest.mark.parametrize(
+    "key, value, before", [("short_seq_probability", 0.5, 0.1), ("mask_probability", 0.2, 0.15), ("max_ngram", 2, 3)]
+)
+def test_a_run_over_other_samples_is_refused(finished, tmp_path, key: str, value: float, before: float) -> None:
+    run = tiny_run("gpt", tmp_path, resume=str(finished), **{f"data__{key}": value}, **LONG)
+    with pytest.raises(CheckpointError, match=f"over other samples: data.{key} is {value} here and {before} there"):
+        resolve(run)
+
+
 def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
     """The learning rate is too high from the second step on, so the first step is the best."""
     settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 1.0, "resume": "auto"}
@@ -195,6 +213,19 @@ def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
     for path in paths:
         metadata = read_metadata(path)
         assert metadata.state["validation"]["val/loss"] == losses[metadata.step]
+
+
+def test_a_resumed_run_saves_a_validation_only_if_it_is_better_than_those_before(tmp_path) -> None:
+    """The learning rate is too high from the second step on, so no later step is better than the first."""
+    settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 5, "optimizer__lr": 1.0, "resume": "auto"}
+    settings |= {"schedule__decay": "constant", "checkpoint__keep_last": None, "checkpoint__keep_best": 1}
+    settings |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
+    for stop in (3, None):
+        train(tiny_run("gpt", tmp_path, trainer__stop_after_steps=stop, **settings))
+    losses = [row["val/loss"] for row in read_rows(tmp_path)]
+    best = [step for step in range(1, 6) if losses[step - 1] == min(losses[:step])]
+    found = {read_metadata(path).step for path in list_checkpoints(tmp_path / "checkpoints")}
+    assert found == {*best, 3, 5} and 4 not in found
 
 
 def test_checkpoints_are_saved_at_time_intervals(tmp_path) -> None:
@@ -223,6 +254,22 @@ def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -
         if key.startswith("model/"):
             assert torch.equal(after[key], tensor), key  # a learning rate of 0 changes nothing
             assert not tensor.any() or not torch.equal(tensor, tensor.bfloat16().float()) or tensor.ndim == 1
+
+
+def test_restarted_ranks_go_on_from_their_own_checkpoint_where_a_run_began_from_weights(
+    finished, tmp_path, monkeypatch
+) -> None:
+    settings = DROPOUT | {"resume": {"path": str(finished), "weights_only": True}}
+    train(tiny_run("gpt", tmp_path / "whole", **settings))
+    first, again = (
+        resolve(tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, **settings)) for stop in (2, None)
+    )
+    assert pretrain(first) == 0
+    (tmp_path / "parts" / "record.json").unlink()  # a job that has died leaves none
+    for name, value in (torchrun_rank(0, 1) | {"TORCHELASTIC_RESTART_COUNT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    assert pretrain(again) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_the_record_describes_the_run(finished) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
 from lmscale.parallel import ParallelContext
-from lmscale.training.callbacks.layer_statistics import FILE, measure_sublayers
+from lmscale.training.callbacks.layer_statistics import FILE, LayerStatistics, measure_sublayers
 
 EXACT = {"logger__layer_grad_norms": True, "micro_batch_size": 2}
 LENGTHS = {"data__seq_length": 32, "model__max_position_embeddings": 32}
@@ -120,6 +121,13 @@ def test_a_run_writes_its_steps_once_and_trains_as_without(tmp_path: Path) -> No
             assert list(two.values()) == [
                 v if isinstance(v, str) else pytest.approx(v, rel=1e-10) for v in one.values()
             ]
+
+
+def test_a_resumed_run_drops_only_the_lines_of_steps_that_it_repeats(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
+    resumed = SimpleNamespace(is_global_zero=True), SimpleNamespace(completed_steps=2)
+    LayerStatistics([1, 2, 3], tmp_path).on_train_start(*resumed)
+    assert read_lines(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.parametrize("steps", [[0], [1.5], [True], ["1"]])

@@ -166,6 +166,15 @@ def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:
     assert module.validation == {"val/loss": 900.0, "val/perplexity": float("inf")}
 
 
+def test_the_perplexity_of_a_bert_is_that_of_its_masked_tokens_alone(monkeypatch) -> None:
+    monkeypatch.setattr(BERTModule, "parallel", ParallelContext())
+    module = BERTModule(small_config("bert"), logs=False)
+    module._validation_sums = torch.tensor([[6.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+    module.on_validation_epoch_end()
+    losses = {"val/loss": 3.5, "val/lm_loss": 3.0, "val/order_loss": 0.5}
+    assert module.validation == losses | {"val/perplexity": torch.tensor(3.0, dtype=torch.float64).exp().item()}
+
+
 def test_memory_in_use_respects_the_page_size(monkeypatch) -> None:
     small = memory_in_use(torch.device("cpu"))
     monkeypatch.setattr("os.sysconf", lambda name: 65_536)
