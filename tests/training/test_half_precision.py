@@ -5,6 +5,7 @@ import torch
 from runs import read_record, read_rows, run_jobs, tiny_run
 from sharding import random_batch, small_config, total_loss
 
+from lmscale.checkpoint.model_tensors import open_source
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import (
@@ -119,6 +120,8 @@ def test_a_run_that_never_updates_says_so(tmp_path, capsys) -> None:
     assert "WARNING" not in capsys.readouterr().err
     counts = [read_record(tmp_path / name)["metrics"] for name in ("none", "all")]
     assert [(found["num_updates"]["value"], found["num_skipped"]["value"]) for found in counts] == [(0, 3), (3, 0)]
+    _, metadata, _ = open_source(tmp_path / "none")  # has no moments, and is complete without them
+    assert all(key.startswith("model/") for key in metadata.tensors)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -62,7 +62,8 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
         bias = metadata.tensors.get("model/head.bias")
         outputs = bias.shape[:1] if bias else ()  # how many there are, the task says
         shapes |= {"head.weight": ((*outputs, config.hidden_size), None), "head.bias": (outputs, None)}
-    kinds = ("model", "exp_avg", "exp_avg_sq") if metadata.optimizer else ("model",)
+    has_moments = metadata.optimizer.get("num_updates")  # a checkpoint before the first update has none
+    kinds = ("model", "exp_avg", "exp_avg_sq") if has_moments else ("model",)
     expected = {f"{kind}/{name}" for kind in kinds for name in shapes}
     for problem, keys in (
         ("lacks", expected - metadata.tensors.keys()),
