@@ -19,7 +19,7 @@ from ..launcher import world_from_outside
 from .conf_files import CONF
 
 ROOT = CONF.parent
-GRID = ("parallel", *(f"parallel.{name}" for name in ("tp_size", "dp_size", "zero1", "batch_halves")))
+GRID = ("parallel", *(f"parallel.{name}" for name in ("tp_size", "pp_size", "dp_size", "zero1", "batch_halves")))
 _PLAIN = re.compile(r"[\w./\-+:@%?*]+", re.ASCII)  # what the grammar of Hydra takes without quotes
 
 
