@@ -10,7 +10,7 @@ from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, usable_bytes
-from ..planner.search import first_that_fits, layout_at, model_sizes
+from ..planner.search import first_that_fits, layout_at, model_sizes, powers_of_two
 from ..planner.workload import Workload
 from .runtime.host_memory import host_memory_available
 
@@ -119,14 +119,11 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
         return
     least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
-    fits = None
-    for stages in (layout.pp_size, "auto"):
-        sizes = model_sizes(workload, "auto", stages, layout.pad_heads)
-        layouts = [replace(layout, tp_size=tp_size, pp_size=pp_size) for tp_size, pp_size in sizes]
-        fits = fits or first_that_fits(itertools.product((workload, least), layouts), usable_bytes(there, on_gpu))
+    layouts = [replace(layout, tp_size=tp_size) for tp_size in powers_of_two(workload, layout.pad_heads)]
+    fits = first_that_fits(itertools.product((workload, least), layouts), usable_bytes(there, on_gpu))
     if fits is None:
         way_out = (
-            f"no layout of this model fits {device}s {size}, even with micro_batch_size="
+            f"no tp_size that divides this model fits {device}s {size}, even with micro_batch_size="
             f"{least.micro_batch_size} model.recompute=full"
         )
     else:
