@@ -71,7 +71,7 @@ BAD = {
     ),
     "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
     "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, measured, but is 4"),
-    "two models": (["model=[gpt_tiny,bert_tiny]"], "bert_tiny, gpt_1.2b, gpt_2.5b"),
+    "two models": (["model=[gpt_tiny,bert_tiny]"], "bert_tiny, gpt_1.2b, gpt_175b"),
     "a file as run folder": (
         ["hydra.run.dir=README.md"],
         "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",

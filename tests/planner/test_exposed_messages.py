@@ -67,7 +67,7 @@ def test_the_gradient_of_a_weight_hides_the_sum_of_an_input_gradient() -> None:
         expected = max(0.0, each - behind_mlp) + max(0.0, each - behind_attention)
         what = "gradients of attention and MLP inputs"
         message_s = dict.fromkeys(("attention and MLP outputs", what), each)
-        shares = exposed_shares(training(config, 8), layout, CLUSTER, message_s)
+        shares = exposed_shares(training(config, 8), layout, 0, CLUSTER, message_s)
         assert shares == pytest.approx({"attention and MLP outputs": 1.0, what: expected / (2 * each)})
 
 

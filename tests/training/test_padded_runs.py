@@ -72,7 +72,7 @@ def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
     metadata, plain = (
         read_metadata(list_checkpoints(root / "gpt" / name / "checkpoints")[-1]) for name in ("padded", "one")
     )
-    assert find_damage(path, metadata) is None and metadata.layout == {"tp_size": 3, "dp_size": 1}
+    assert find_damage(path, metadata) is None and metadata.layout == Layout(tp_size=3).sizes
     assert metadata.model == plain.model
     shapes = [{key: (e.shape, e.shard_dim) for key, e in each.tensors.items()} for each in (metadata, plain)]
     assert shapes[0] == shapes[1]

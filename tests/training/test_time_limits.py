@@ -5,6 +5,7 @@ from datetime import timedelta
 import torch
 from ranks import run_ranks
 
+from lmscale.config import Layout
 from lmscale.parallel import make_context
 from lmscale.training.strategy import TensorParallelStrategy
 
@@ -12,7 +13,7 @@ LIMIT = TensorParallelStrategy(timeout_minutes=45).collective_timeout
 
 
 def limits(rank: int) -> list[timedelta]:
-    context = make_context({"data": 2, "tensor": 2}, "cpu", LIMIT)
+    context = make_context(Layout(tp_size=2, dp_size=2).axes, "cpu", LIMIT)
     groups = context.tp_group, context.dp_group
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
