@@ -22,8 +22,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
     in fp32 for half types, in a `GradientBuffer`, or by autograd if `needs_buffer` is false. With `context.zero1` a
     data rank has masters and moments only of the parameters it owns. Weight decay applies to matrices and embeddings,
     not to biases and LayerNorms (section 4.2), which are the parameters of one dimension. Rates, decay and eps have the
-    factors of `ShardSpec`. If a gradient is not finite
-    on any rank, all ranks skip the step: weights and moments stay, `Counters.num_skipped` increases.
+    factors of `ShardSpec`. If a gradient is not finite on any rank, all ranks skip the step: weights and moments stay,
+    `Counters.num_skipped` increases.
 
     Norm, overflow, clipping, loss scale and counters stay on the device: `step` has no host synchronization.
 
@@ -75,6 +75,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
             if self.buffer.owners is not None:
                 self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
         self._tied_gradient = next((gradients[name] for name, p in parameters.items() if p is self.tied), None)
+        if self.copy_buffer is not None:
+            self._tied_gradient = self.copy_buffer.views[0]
         self.all_names = [name for names in gather_from_stages(list(parameters), context) for name in names]
         self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
         self.model_parameters = [parameters[name] for name in self.names]
@@ -125,8 +127,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         """
         if self.copy_buffer is not None:
             self.copy_buffer.complete()
-            add_to_owner(self.copy_buffer.views[0], self.context)
-        elif self.tied is not None:
+        if self.tied is not None:
             add_to_owner(self.tied.grad if self._tied_gradient is None else self._tied_gradient, self.context)
         if self.buffer is not None:
             self.buffer.reduce()
