@@ -87,6 +87,7 @@ def test_layers_are_compiled_on_a_gpu_by_default() -> None:
         ({"dtype": "fp32"}, "with precision=fp32, whose gradients stay"),
         ({"recompute": "full"}, "with model.recompute=full"),
         ({"tp_size": 2}, "with parallel.tp_size=2"),
+        ({"pp_size": 2}, "with parallel.pp_size=2"),
     ],
 )
 def test_cuda_graphs_are_refused_where_unsupported(changes: dict, reason: str) -> None:

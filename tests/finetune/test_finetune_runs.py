@@ -227,6 +227,7 @@ def test_data_ranks_can_shard_the_optimizer_state(tmp_path, ckpt) -> None:
         ({"parallel__tp_size": 3}, "must be a multiple of `tp_size`"),
         ({"parallel__tp_size": "auto"}, "tp_size` must be a whole number"),
         ({"parallel__batch_halves": True}, "`parallel.batch_halves` must be false for a finetuning, but is true"),
+        ({"parallel__pp_size": 2}, "`parallel.pp_size` must be 1 outside src/train.py, which reads"),
         ({"trainer__num_epochs": 0}, "must have been finetuned on qqp .* not finetuned"),
         ({"task__train": "/nowhere.tsv"}, "`task.train` must be a file or folder"),
         ({"task__validation": {"dev": "/nowhere.tsv"}}, "`task.validation.dev` must be a file"),

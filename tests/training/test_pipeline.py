@@ -1,5 +1,6 @@
 """Pretraining over the stages of a pipeline equals that of one process (fp64, 1e-12)."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,13 @@ from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
 from safetensors import safe_open
 
 from lmscale.checkpoint import list_checkpoints
+from lmscale.config import Layout, TransformerConfig
+from lmscale.config.family import family_of
+from lmscale.config.layout import ParallelConfig
+from lmscale.config.model import ModelConfig
+from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
+from lmscale.parallel import ParallelContext
+from lmscale.training.module import PretrainModule
 from lmscale.training.runtime.exit_codes import REPLICAS_DIFFER
 from lmscale.training.step import optimizer
 
@@ -127,6 +135,22 @@ def test_a_run_goes_on_at_any_layout(folder, precision) -> None:
         assert abs(row["train/loss"] - other["train/loss"]) < bound * row["train/loss"]
     tensors, others = read_tensors(root / "one"), read_tensors(root / "moved")
     assert all((tensors[key] - others[key]).abs().max() < max(bound, 1e-12) for key in tensors)
+
+
+def test_stages_are_refused_where_there_are_none(tmp_path, monkeypatch) -> None:
+    with pytest.raises(ValueError, match=r"^`parallel.pp_size` must be at most `model.num_layers` \(2\), but is 3$"):
+        tiny_run("gpt", tmp_path, parallel__pp_size=3)
+    with pytest.raises(ValueError, match="^`pp_size` must be 1 with `record`, which has one stage, but is 2$"):
+        ParallelConfig(record="x", tp_size="auto", pp_size=2)
+    with pytest.raises(ValueError, match="^`parallel.pp_size` must be 1 outside src/train.py, .* but is 2$"):
+        ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=Layout(pp_size=2))
+    monkeypatch.setattr(PretrainModule, "parallel", ParallelContext(pp_size=2))
+    with pytest.raises(ValueError, match="^`pp_size` must be 1 for Trainer.predict, but is 2$"):
+        PretrainModule(TransformerConfig("gpt", 2, 24, 4, 99, 13)).predict_step({}, 0)
+    without = dataclasses.replace(family_of("gpt"), transformer_inputs=None)
+    monkeypatch.setattr(ModelConfig, "traits", without)
+    with pytest.raises(ValueError, match="1 for the family gpt, which does not set `transformer_inputs`, but is 2"):
+        tiny_run("gpt", tmp_path, parallel__pp_size=2)
 
 
 def _forget_the_weight(rank: int) -> None:

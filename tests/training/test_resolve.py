@@ -50,6 +50,18 @@ def test_the_layout_is_chosen_for_the_memory_of_the_kernels_that_auto_chose(tmp_
     assert resolve.check(dataclasses.replace(run, compile=False)).layout.tp_size == 2
 
 
+def test_the_fewest_stages_that_fit_are_chosen(tmp_path, gpu_of) -> None:
+    run = tiny_run("gpt", tmp_path, parallel__pp_size="auto", micro_batch_size=1)
+    needs = {pp: estimate_memory(Workload.of(run), Layout(pp_size=pp)).total for pp in (1, 2)}
+    assert needs[2] < needs[1]
+    for usable, pp_size in ((needs[1], 1), (needs[1] - 1, 2), (needs[2], 2)):
+        gpu_of(usable)
+        assert resolve.check(run).layout == Layout(pp_size=pp_size)
+    gpu_of(needs[2] - 1)
+    with pytest.raises(ValueError, match=r"^no pp_size fits \(`parallel.pp_size`=auto\): no layout divides the model"):
+        resolve.check(run)
+
+
 def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_run_keeps(
     tmp_path, monkeypatch, gpu_of
 ) -> None:

@@ -149,7 +149,8 @@ class ParallelConfig(LayoutOptions):
             batch allow, on a CPU 1.
         timeout_minutes: time without progress after which a rank reports where it waits and ends the job.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
-        record: what `src/plan.py measure=N` has written: the run takes its fastest layout; both sizes are then `auto`.
+        record: what `src/plan.py measure=N` has written: the run takes its fastest layout; `tp_size` and `dp_size` are
+            then `auto`.
     """
 
     tp_size: Literal["auto"] | Positive = 1
@@ -164,6 +165,7 @@ class ParallelConfig(LayoutOptions):
         for name in ("tp_size", "dp_size"):
             is_free = self.record is None or getattr(self, name) == "auto"
             require(self, name, "auto with `record`, which has the layout", is_free)
+        require(self, "pp_size", "1 with `record`, which has one stage", self.record is None or self.pp_size == 1)
 
     def refuse_record(self) -> None:
         """Refuse a measured layout outside pretraining, which is what was measured.

@@ -159,8 +159,9 @@ def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     found = first_that_fits(candidates, machine.usable_bytes)
     if found is not None:
         return found[1]
+    name, tried = ("pp_size", "layout") if request.pp_size == "auto" else ("tp_size", "power of two")
     raise ValueError(
-        "no tp_size fits (`parallel.tp_size`=auto): no power of two that divides the model suits the batch and fits; "
+        f"no {name} fits (`parallel.{name}`=auto): no {tried} that divides the model suits the batch and fits; "
         f"{suggest_layout(job, layout_at(job, request, 1, 1, machine.num_devices), machine)}"
     )
 

@@ -46,8 +46,9 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
         found = first_that_fits([(workload, at(*size)) for size in sizes], usable_bytes(memory, on_gpu, ranks))
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if found is None or (not on_gpu and world is None and found[1].world_size > fewest):
+            name, tried = ("pp_size", "layout") if request.pp_size == "auto" else ("tp_size", "power of two")
             raise ValueError(
-                "no tp_size fits (`parallel.tp_size`=auto): no power of two divides the model and fits the "
+                f"no {name} fits (`parallel.{name}`=auto): no {tried} divides the model and fits the "
                 f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
             )
         layout = found[1]
