@@ -5,17 +5,22 @@ import itertools
 import math
 
 import pytest
+import torch
+import torch.distributed as dist
 from paper_models import paper_model, training
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from analysis.correctness.peak_memory import sized
+from analysis.correctness.peak_memory import DTYPES, TensorBytes, sized
 from lmscale.config import Layout
 from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext
+from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import rank_over_stages
+from lmscale.training.step import optimizer as step_optimizer
 
 
 def cluster(name: str) -> Cluster:
@@ -68,3 +73,67 @@ def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> No
     ranking = rank_over_stages(job, cluster("dgx2h_v100"), 256, Layout())
     assert ranking.fitting[0].layout.pp_size > 1
     assert {plan.layout.tp_size for plan in ranking.fitting} <= {1, 2, 4}  # what divides 28 heads and the vocabulary
+
+
+def measure_stage(config, b: int, num: int, dtype: str, stage: int, layout: Layout) -> int:
+    """Peak bytes of live tensors of one stage in its second step; the messages of its neighbours are zeros."""
+    s, h, last = config.max_position_embeddings, config.hidden_size, stage == layout.pp_size - 1
+    dist.init_process_group("fake", rank=stage, world_size=layout.pp_size, store=FakeStore())
+    try:
+        context = ParallelContext(pp_rank=stage, pp_size=layout.pp_size, pp_group=dist.group.WORLD)
+        model = build_model(config, context, seed=1, dtype=DTYPES[dtype])
+        optimizer = step_optimizer.MixedPrecisionAdamW(
+            model.named_parameters(), OptimizerConfig(lr=1e-3), PrecisionConfig(dtype), context
+        )
+        tokens = torch.arange(b * s).view(b, s) % config.vocab_size
+        keys = sample_dropout_keys(1, torch.arange(b))
+
+        def forward(index, micro_batch, received):
+            x = tokens if received is None else received
+            return model(x, tokens, keys) / tokens.numel() if last else model.transformer(x, sample_keys=keys)
+
+        def backward(index, output, gradient):
+            output.backward(gradient)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            empty = lambda _: torch.zeros(b, s, h, dtype=DTYPES[dtype])  # noqa: E731
+            calls = forward, backward, optimizer.start_grad_sync, empty, lambda _: None
+            pipeline.run_pipeline(range(num), *calls, context)
+            optimizer.reduce_gradients()
+            optimizer.step()
+
+        step()
+        assert optimizer.counters.known.num_updates == 1  # otherwise the tensors have no moments yet
+        optimizer.zero_grad()
+        held = [*model.parameters(), *optimizer.tensors().values(), *optimizer.gradients().values()]
+        if optimizer.copy_buffer is not None:
+            held.append(optimizer.copy_buffer.flat)
+        with TensorBytes(held) as tracked:
+            step()
+        return tracked.peak
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "recompute", "num"),
+    [
+        ("bf16", "full", 5),
+        pytest.param("fp32", "none", 5, marks=pytest.mark.slow),
+        pytest.param("fp32", "selective", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_the_predicted_peak_of_a_stage_is_within_5_percent(dtype, recompute, num, stage, monkeypatch) -> None:
+    def receive_zeros(stage, sent, received, context) -> None:
+        if received is not None:
+            received.zero_()
+
+    monkeypatch.setattr(pipeline, "exchange", receive_zeros)
+    monkeypatch.setattr(step_optimizer, "gather_from_stages", lambda item, context: [item])
+    config = sized("gpt", 9, 192, 6, 1100, 144, attention_dropout=0.0, recompute=recompute)
+    layout = Layout(pp_size=3)
+    predicted = stage_memory(training(config, 5, layout, num, dtype, on_gpu=False), layout, stage).total
+    tracked = measure_stage(config, 5, num, dtype, stage, layout)
+    assert abs(predicted / tracked - 1) < 0.05, f"predicted {predicted:,}, tracked {tracked:,}"
