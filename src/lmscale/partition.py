@@ -4,6 +4,7 @@ stage 1), and of the rows of the loss into chunks.
 Plain arithmetic shared by the code that trains and the planner.
 """
 
+import functools
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,1
 LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
 
 
-def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> list[range]:
+@functools.cache
+def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> tuple[range, ...]:
     """The layers of each stage of a pipeline, at least one each, such that the slowest stage is as fast as possible.
 
     What cannot be divided goes to later stages, which keep fewer micro-batches.
@@ -24,7 +26,7 @@ def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> 
         head_layers: the time of the last stage's output projection, in layers.
     """
     if num_stages == 1:
-        return [range(num_layers)]
+        return (range(num_layers),)
     others = num_stages - 1
 
     def slowest(last: int) -> float:
@@ -32,7 +34,7 @@ def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> 
 
     last = min(range(1, num_layers - others + 1), key=lambda last: (slowest(last), -last))
     bounds = [(num_layers - last) * stage // others for stage in range(num_stages)]
-    return [range(a, b) for a, b in itertools.pairwise([*bounds, num_layers])]
+    return tuple(range(a, b) for a, b in itertools.pairwise([*bounds, num_layers]))
 
 
 def rows_at_once(num_columns: int, on_gpu: bool) -> int:

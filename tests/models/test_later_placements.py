@@ -20,7 +20,7 @@ from lmscale.models.hugging_face import model_of
 from lmscale.models.transformer import Transformer
 from lmscale.parallel import ParallelContext
 from lmscale.planner.communication import replicated_parameters
-from lmscale.planner.params import count_parameters
+from lmscale.planner.params import count_parameters, stage_placements
 
 LATER = ("deepnorm", "peri", "b2t", "mix")
 HIDDEN, HEADS, LAYERS = 24, 4, 5  # a quarter of the layers, rounded down, is one
@@ -153,7 +153,7 @@ def test_forward_and_gradients_equal_those_of_torchs_modules(name: str) -> None:
 def test_a_quarter_of_the_layers_of_mix_is_post_norm() -> None:
     for num_layers, num_post in ((3, 0), (4, 1), (12, 3), (15, 3)):
         config = small_config("bert", norm_order="mix", num_layers=num_layers)
-        kinds = [type(placement).__name__ for placement in config.layer_placements]
+        kinds = [type(placement).__name__ for placement in stage_placements(config, Layout(), 0)]
         assert kinds == ["PostNorm"] * num_post + ["PreNorm"] * (num_layers - num_post)
 
 

@@ -17,7 +17,7 @@ from lmscale.partition import assign_owners
 from lmscale.planner.communication import micro_batch_collectives, replicated_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
 from lmscale.planner.operations import ELEMENTS_PER_LAUNCH, OPTIMIZER_LAUNCHES, step_operations
-from lmscale.planner.params import count_parameters
+from lmscale.planner.params import count_parameters, stage_placements
 from lmscale.planner.workload import Workload
 
 # Configuration -> model, heads, tensor ranks, data ranks. 8 sequences per rank: batch 8, 512 or 1,024. Table 4 gives
@@ -48,7 +48,7 @@ def rank_flops(job: Workload, layout: Layout) -> int:
     """Of eager layers, whose recomputation may stop before the last product (of the second half, if there are two)."""
     found, config = step_operations(job, layout), job.config
     again = [o for o in found if (o.phase, o.name) == ("recomputation", "MLP down")]
-    num_cut_short = config.num_layers - num_recomputed_whole(config, config.layer_placements)
+    num_cut_short = config.num_layers - num_recomputed_whole(config, stage_placements(config, Layout(), 0))
     left_out = sum(o.count * o.flops for o in again) * num_cut_short // (config.num_layers * layout.batch_parts)
     return sum(o.count * o.flops for o in found) - left_out
 

@@ -181,12 +181,6 @@ class ModelConfig(Checked):
         return _parametrizations()[self.parametrization](self)
 
     @property
-    def layer_placements(self) -> list[Any]:
-        """The `NormPlacement` of each layer, which may depend on the depth."""
-        placement = self.placement
-        return [placement.of_layer(index, self.num_layers) for index in range(self.num_layers)]
-
-    @property
     def norm_eps(self) -> float:
         """LayerNorm's epsilon: 1e-12 in the original BERT (post), 1e-5 in Megatron-LM (pre), unless set."""
         return self.placement.eps if self.layer_norm_eps is None else self.layer_norm_eps
@@ -213,7 +207,7 @@ class ModelConfig(Checked):
         """Width of all `padded_heads`: h, and d for each dummy."""
         return self.padded_heads(tp_size) * self.head_size
 
-    def stages(self, pp_size: int) -> list[range]:
+    def stages(self, pp_size: int) -> tuple[range, ...]:
         """The layers of each of `pp_size` stages of a pipeline (`partition.stage_layers`)."""
         h = self.hidden_size
         layer = 4 * h**2 + 2 * h * self.ffn_size + 2 * self.max_position_embeddings * h  # multiply-adds per token

@@ -21,7 +21,7 @@ class LayerCounts:
     """The operations of one layer on one rank, on a micro-batch or, with `batch_halves`, on half of one.
 
     Args:
-        placement: the layer's `NormPlacement`, one of `layer_placements`.
+        placement: the layer's `NormPlacement`, one of `stage_placements`.
     """
 
     def __init__(self, job: Workload, layout: Layout, placement: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..config import Layout, Recompute
 from ..partition import rows_at_once
-from .params import copied_parameters, distinct_stages, owned_parameters, rank_parameters
+from .params import copied_parameters, distinct_stages, owned_parameters, rank_sizes
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 GIB = 2**30
@@ -117,10 +117,9 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
     config, e, h, own = job.config, job.weight_bytes, job.config.hidden_size, job.own_tokens(layout)
-    parameters, is_half = rank_parameters(config, layout, stage), e < FP32_BYTES
+    sizes, is_half = rank_sizes(config, layout, stage), e < FP32_BYTES
     is_first, is_last = stage == 0, stage == layout.pp_size - 1
-    num_parameters = sum(each.size for each in parameters) + copied_parameters(config, layout, stage)
-    num_owned = max(sum(each.size for each in owned) for owned in owned_parameters(config, layout, stage))
+    num_parameters = sizes.total + copied_parameters(config, layout, stage)
     layer, input_bytes = _layer_bytes(job, layout), own * h * e
     mask = own * h if is_first and config.input_dropout > 0 else 0
     placement, head, num_scored = config.placement, config.traits.head, job.num_scored if is_last else 0
@@ -142,11 +141,10 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     has_buffer = is_half or layout.dp_size > 1
     has_copy = has_buffer or not is_first  # the last stage of several has a buffer for the copy
     widens_whole = job.half_moments and job.on_gpu and not job.compiles
-    largest = max(each.size for each in parameters)
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
-        optimizer_state=num_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
+        optimizer_state=sizes.most_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
         activations=num_kept * (around + len(config.stages(layout.pp_size)[stage]) * kept),
         logits=_loss_bytes(job, layout) if is_last else 0,
         recomputed_layer=recomputed,
@@ -155,7 +153,7 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
         early_gradients=gradients if has_buffer or job.num_micro_batches(layout) > 1 else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(job, layout),
-        update=int(MOMENT_TENSORS_IN_FLIGHT * largest * FP32_BYTES) if widens_whole else 0,
+        update=int(MOMENT_TENSORS_IN_FLIGHT * sizes.largest * FP32_BYTES) if widens_whole else 0,
     )
 
 

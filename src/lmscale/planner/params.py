@@ -1,5 +1,6 @@
 """The parameters of a model and of one rank: their sizes, which tensor ranks share them, which data rank owns them."""
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,7 @@ from ..partition import assign_owners
 
 _WHOLE_MODEL = Layout()
 _recent = lru_cache(maxsize=64)  # every count of a plan asks for its parameters
+_in_searches = lru_cache(maxsize=4096)  # a few numbers each
 
 
 class Parameter(NamedTuple):
@@ -107,11 +109,16 @@ def distinct_stages(config: TransformerConfig, layout: Layout) -> tuple[int, ...
     return tuple(found.values())
 
 
-@_recent
 def stage_placements(config: TransformerConfig, layout: Layout, stage: int) -> list[Any]:
     """The `NormPlacement` of each layer of a stage."""
     layers = config.stages(layout.pp_size)[stage]
-    return config.layer_placements[layers.start : layers.stop]
+    return _layer_placements(config)[layers.start : layers.stop]
+
+
+@_recent
+def _layer_placements(config: TransformerConfig) -> list[Any]:
+    placement = config.placement  # may depend on the depth
+    return [placement.of_layer(index, config.num_layers) for index in range(config.num_layers)]
 
 
 @_recent
@@ -141,3 +148,29 @@ def owned_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) 
     for owner, parameter in zip(owners, parameters, strict=True):
         owned[owner].append(parameter)
     return tuple(map(tuple, owned))
+
+
+class RankSizes(NamedTuple):
+    """Elements of a rank's parameters.
+
+    Args:
+        total: of those it owns.
+        largest: of the largest of them.
+        most_owned: whose optimizer state a data rank has, at most.
+    """
+
+    total: int
+    largest: int
+    most_owned: int
+
+
+def rank_sizes(config: TransformerConfig, layout: Layout, stage: int = 0) -> RankSizes:
+    """Sums over `rank_parameters` and `owned_parameters`, which a search needs for thousands of layouts."""
+    return _rank_sizes(config, layout if layout.cuts_optimizer else dataclasses.replace(layout, dp_size=1), stage)
+
+
+@_in_searches
+def _rank_sizes(config: TransformerConfig, layout: Layout, stage: int) -> RankSizes:
+    sizes = [each.size for each in rank_parameters(config, layout, stage)]
+    owned = owned_parameters(config, layout, stage)
+    return RankSizes(sum(sizes), max(sizes), max(sum(each.size for each in owner) for owner in owned))
