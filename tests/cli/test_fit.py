@@ -42,13 +42,19 @@ def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, mon
             "model.recompute=full on 4 host(s) with as much free memory",
         ),
         (
-            ["micro_batch_size=16", "model.num_layers=7200"],
-            20,
+            ["micro_batch_size=16", "model.num_layers=108"],
+            5,
+            "the smallest layout that fits is parallel.tp_size=4 parallel.pp_size=8 parallel.dp_size=1 "
+            "micro_batch_size=1 model.recompute=full on 32 host(s) with as much free memory",
+        ),
+        (
+            ["micro_batch_size=16"],
+            1,
             "no tp_size that divides this model fits hosts with as much free memory, even with micro_batch_size=1 "
-            "model.recompute=full",
+            "model.recompute=full and any parallel.pp_size",
         ),
     ],
-    ids=["more ranks", "least memory", "nothing"],
+    ids=["more ranks", "least memory", "stages", "nothing"],
 )
 def test_a_refused_run_names_the_layout_that_fits(tmp_path, monkeypatch, overrides, free_gib, way_out) -> None:
     monkeypatch.setattr(fit, "host_memory_available", lambda: free_gib * 2**30)

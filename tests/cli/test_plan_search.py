@@ -5,7 +5,7 @@ from plan_output import PAPER, planned, printed, refusal
 
 
 def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster() -> None:
-    answer = planned("model=gpt_8.3b", "best=true", "cluster=dgx2h_v100", "top=500")
+    answer = planned("model=gpt_8.3b", "best=true", "cluster=dgx2h_v100", "parallel.pp_size=1", "top=500")
     layouts = [entry["layout"] for entry in answer["fitting"]]
     first = next(layout for layout in layouts if not layout["zero1"])  # which the paper did not have
     assert (first["tp_size"], first["dp_size"]) == (8, 64)
@@ -13,7 +13,7 @@ def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster
     assert times == sorted(times)
     assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1}
     assert all(entry["missing_bytes"] > 0 for entry in answer["too_large"])
-    table = printed("model=gpt_8.3b", "best=true", "top=2")
+    table = printed("model=gpt_8.3b", "best=true", "parallel.pp_size=1", "top=2")
     assert "best: parallel.tp_size=4 parallel.dp_size=128" in table and "refused: tp 1 x dp 512" in table
 
 
@@ -90,8 +90,20 @@ def test_auto_layouts_are_a_choice_of_the_group() -> None:
 
 
 def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
-    best = planned("model=gpt_8.3b", "best=true", "global_batch_size=511")["fitting"][0]["layout"]
+    best = planned("model=gpt_8.3b", "best=true", "parallel.pp_size=1", "global_batch_size=511")["fitting"][0]["layout"]
     assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits
+
+
+def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
+    """Turing-NLG's 17 billion parameters fit no tensor group that divides its 28 heads."""
+    job = ["model=gpt_17b", "cluster=dgx2h_v100", "num_devices=256", "best=true", "top=1000"]
+    answer = planned(*job)
+    layouts = [entry["layout"] for entry in answer["fitting"]]
+    assert {layout["pp_size"] for layout in layouts} >= {2, 4, 8}
+    assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1, 2}
+    assert {entry["layout"]["pp_size"] for entry in planned(*job, "parallel.pp_size=2")["fitting"]} == {2}
+    refused = refusal(*(word for word in job if "best" not in word), "parallel.tp_size=2")
+    assert "the nearest layout that works is parallel.tp_size=4 parallel.pp_size=4" in refused
 
 
 def test_a_search_keeps_sequence_parallelism() -> None:
@@ -106,7 +118,15 @@ def test_a_search_in_halves_leaves_odd_micro_batches_to_one_tensor_rank() -> Non
 
 
 def test_a_search_compares_halves_of_the_micro_batch() -> None:
-    sizes = ["model=gpt_8.3b", "num_devices=8", "global_batch_size=8", "best=true", "top=500", "cluster=h200"]
+    sizes = [
+        "model=gpt_8.3b",
+        "num_devices=8",
+        "global_batch_size=8",
+        "best=true",
+        "top=500",
+        "cluster=h200",
+        "parallel.pp_size=1",
+    ]
     layouts = [plan["layout"] for plan in planned(*sizes)["fitting"]]
     on_h200 = [one for one in layouts if not one["zero1"]]
     kept = ("tp_size", "micro_batch_size", "recompute")
@@ -128,10 +148,10 @@ def test_a_search_compares_halves_of_the_micro_batch() -> None:
 def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
     job = ["model=gpt_8.3b", "cluster=h100", "num_devices=512", "best=true"]
     answer = planned(*job)
-    assert answer["compared"][4:] == ["zero1", "batch_halves"]
+    assert answer["compared"][5:] == ["zero1", "batch_halves"]
     assert answer["fitting"][0]["layout"]["zero1"]
     fixed = planned(*job, "parallel.zero1=true")
-    assert fixed["fitting"][0] == answer["fitting"][0] and fixed["compared"][4:] == ["batch_halves"]
+    assert fixed["fitting"][0] == answer["fitting"][0] and fixed["compared"][5:] == ["batch_halves"]
     title, compared, columns, *_ = printed(*job).splitlines()
     assert "zero1, batch_halves; the same in all: sequence_parallel=false" in compared
     assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
@@ -139,13 +159,15 @@ def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
 
 @pytest.mark.parametrize("given, batches", [(48, [480, 528]), (56, [504, 560]), (63, [])])
 def test_a_search_names_the_next_usable_numbers_below_and_above(given: int, batches: list[int]) -> None:
-    message = refusal("model=gpt_8.3b_24heads", "cluster=h100", f"num_devices={given}", "best=true")
+    message = refusal(
+        "model=gpt_8.3b_24heads", "cluster=h100", f"num_devices={given}", "best=true", "parallel.pp_size=1"
+    )
     expected = ["num_devices=32", "num_devices=64", *(f"global_batch_size={batch}" for batch in batches)]
     assert message.endswith(f", but is {given}; a layout fits with {', '.join(expected)}")
 
 
 def test_a_search_names_the_limits_of_its_best_layout_and_what_is_faster() -> None:
-    job = ["model=gpt_2.5b", "cluster=h100", "best=true"]
+    job = ["model=gpt_2.5b", "cluster=h100", "best=true", "parallel.pp_size=1"]
     limits, faster = planned(*job, "num_devices=40")["notes"][-1].split("; faster: ")
     assert limits == (
         "the batch of 512 is not a multiple of dp_size 40, 20, 10, which excludes tp_size 1, 2, 4; "

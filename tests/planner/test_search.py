@@ -92,7 +92,7 @@ def test_the_nearest_layout_keeps_the_options() -> None:
 
 
 def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
-    vast, halves = job(batch=3, hidden_size=19200, num_layers=120), Layout(batch_halves=True)
+    vast, halves = job(batch=3, hidden_size=76800, num_layers=30), Layout(batch_halves=True)
     assert nearest_plan(vast, Layout(), CLUSTER) is None
     answer = suggest_layout(vast, halves, CLUSTER)  # which the batch forbids
     assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in answer and "halves" not in answer

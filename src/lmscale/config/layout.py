@@ -40,7 +40,7 @@ class LayoutOptions(Checked):
         Raises:
             ValueError: `pp_size` is above 1.
         """
-        if self.pp_size != 1:
+        if self.pp_size not in (None, 1):
             rule = "1 outside src/train.py, which reads a checkpoint of any layout (parallel.tp_size divides the model)"
             refuse("parallel.pp_size", rule, self.pp_size)
 
@@ -144,7 +144,8 @@ class ParallelConfig(LayoutOptions):
 
     Args:
         tp_size: ranks that share every layer; `auto`: the smallest power of two that fits.
-        pp_size: stages of a pipeline, each with some of the layers; `auto`: the fewest ranks per model that fit.
+        pp_size: stages of a pipeline, each with some of the layers; `auto`: the fewest ranks per model that fit; None:
+            1, except that a search by `src/plan.py` compares any number.
         dp_size: models that share the batch; `auto`: number of ranks / (tp_size x pp_size), or as many as GPUs and
             batch allow, on a CPU 1.
         timeout_minutes: time without progress after which a rank reports where it waits and ends the job.
@@ -154,7 +155,7 @@ class ParallelConfig(LayoutOptions):
     """
 
     tp_size: Literal["auto"] | Positive = 1
-    pp_size: Literal["auto"] | Positive = 1
+    pp_size: Literal["auto"] | Positive | None = None
     dp_size: Literal["auto"] | Positive = "auto"
     timeout_minutes: _Timeout = 30.0
     shared_memory: bool = True
@@ -165,7 +166,12 @@ class ParallelConfig(LayoutOptions):
         for name in ("tp_size", "dp_size"):
             is_free = self.record is None or getattr(self, name) == "auto"
             require(self, name, "auto with `record`, which has the layout", is_free)
-        require(self, "pp_size", "1 with `record`, which has one stage", self.record is None or self.pp_size == 1)
+        require(self, "pp_size", "1 with `record`, which has one stage", self.record is None or self.num_stages == 1)
+
+    @property
+    def num_stages(self) -> Literal["auto"] | int:
+        """`pp_size` outside a search."""
+        return 1 if self.pp_size is None else self.pp_size
 
     def refuse_record(self) -> None:
         """Refuse a measured layout outside pretraining, which is what was measured.
@@ -178,7 +184,7 @@ class ParallelConfig(LayoutOptions):
 
     def layout(self, **sizes: int) -> Layout:
         """The grid of these sizes, with all else as requested; a size that is `auto` must be given."""
-        requested = {each.name: getattr(self, each.name) for each in fields(Layout)}
+        requested = {each.name: getattr(self, each.name) for each in fields(Layout)} | {"pp_size": self.num_stages}
         return Layout(**requested | sizes)
 
 

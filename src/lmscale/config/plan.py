@@ -71,7 +71,7 @@ class PlanConfig(EntryConfig):
         self.parallel.refuse_record()
         is_modelled = not (self.measure and (self.best or self.operations))
         require(self, "measure", "0 with `best` or `operations`", is_modelled)
-        require(self, "parallel.pp_size", "1 with `measure`", self.parallel.pp_size == 1 or not self.measure)
+        require(self, "parallel.pp_size", "1 with `measure`", self.parallel.num_stages == 1 or not self.measure)
         require_positions(self)
         require(self, "operations", "false with best=true", not (self.operations and self.best))
         require_moments_fit(self.optimizer.moments, self.precision.dtype)

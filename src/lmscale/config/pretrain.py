@@ -112,7 +112,7 @@ class RunConfig(EntryConfig):
         require_positions(self)
         sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "pp_size", "dp_size")}
         with keys_of(ParallelConfig, "parallel."):
-            layout = self.parallel.layout(**{name: 1 if size == "auto" else size for name, size in sizes.items()})
+            layout = self.parallel.layout(**{name: 1 for name, size in sizes.items() if size == "auto"})
         self.check_layout(layout)
 
     def check_layout(self, layout: Layout, model: ModelConfig | None = None) -> BatchConfig:

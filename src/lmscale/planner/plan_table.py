@@ -9,7 +9,7 @@ from .search import Ranking
 from .step_time import Row
 
 _OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
-_COMPARED = ("tp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
+_COMPARED = ("tp_size", "pp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
 _PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)[:7]]  # up to the copy of a gradient
 _ADDED = [each.name for each in dataclasses.fields(Row) if each.type in (int, float)]
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -91,13 +91,13 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
         ValueError: none fits; names the nearest one that does.
     """
     job, notes = make_job(question)
-    over_stages = question.parallel.pp_size == "auto"
-    options = question.parallel.layout(tp_size=1, dp_size=1, **({"pp_size": 1} if over_stages else {}))
+    given = question.parallel.pp_size
+    any_number = given in (None, "auto")
+    options = question.parallel.layout(tp_size=1, pp_size=1 if any_number else given, dp_size=1)
     with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
         job.config.check_stages(options.pp_size)
     num_devices = question.num_devices or largest_number(job, question.cluster, options)
-    search = rank_over_stages if over_stages else rank_layouts
-    ranking = search(job, question.cluster, num_devices, options)
+    ranking = (rank_over_stages if any_number else rank_layouts)(job, question.cluster, num_devices, options)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         wanted = dataclasses.replace(options, dp_size=num_devices)
@@ -150,16 +150,16 @@ def _jobs_to_try(question: PlanConfig, job: Workload) -> list[Workload]:
 def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     """The requested layout, with `auto` resolved."""
     request, machine = question.parallel, question.machine
-    if "auto" not in (request.tp_size, request.pp_size):
-        return layout_at(job, request, request.tp_size, request.pp_size, machine.num_devices)
-    sizes = model_sizes(job, request.tp_size, request.pp_size, request.pad_heads, machine.num_devices)
+    if "auto" not in (request.tp_size, request.num_stages):
+        return layout_at(job, request, request.tp_size, request.num_stages, machine.num_devices)
+    sizes = model_sizes(job, request.tp_size, request.num_stages, request.pad_heads, machine.num_devices)
     layouts = [layout_at(job, request, *size, machine.num_devices) for size in sizes]
     layouts = [each for each in layouts if divides(job, each) and each.world_size <= machine.num_devices]
     candidates = [(each, layout) for each in _jobs_to_try(question, job) for layout in layouts]
     found = first_that_fits(candidates, machine.usable_bytes)
     if found is not None:
         return found[1]
-    name, tried = ("pp_size", "layout") if request.pp_size == "auto" else ("tp_size", "power of two")
+    name, tried = ("pp_size", "layout") if request.num_stages == "auto" else ("tp_size", "power of two")
     raise ValueError(
         f"no {name} fits (`parallel.{name}`=auto): no {tried} that divides the model suits the batch and fits; "
         f"{suggest_layout(job, layout_at(job, request, 1, 1, machine.num_devices), machine)}"

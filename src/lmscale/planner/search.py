@@ -84,6 +84,12 @@ def stage_numbers(job: Workload) -> list[int]:
     return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
 
 
+def with_other_stages(job: Workload, layout: Layout) -> list[Layout]:
+    """The layout, then with every power of two as its number of stages, for messages."""
+    powers = [n for n in stage_numbers(job) if n.bit_count() == 1 and n != layout.pp_size]
+    return [layout, *(dataclasses.replace(layout, pp_size=n) for n in powers)]
+
+
 def _grids(job: Workload, options: Layout, num_devices: int) -> list[Layout]:
     """Every layout of all `num_devices` that divides the model."""
     sizes = tensor_sizes(job, options.pad_heads, num_devices)
@@ -117,7 +123,7 @@ def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
     share = job.global_batch_size // layout.dp_size
     return [
         b
-        for b in range(1, LARGEST_MICRO_BATCH + 1)
+        for b in divisors(share, LARGEST_MICRO_BATCH)
         if (b.bit_count() == 1 or b == share) and divides(job.change(b), layout)
     ]
 
@@ -164,7 +170,7 @@ def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Lay
 
 
 def rank_over_stages(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
-    """`rank_layouts` for every one of the `stage_numbers` that divides `num_devices`, together.
+    """`rank_layouts` for each of the `stage_numbers`, together; what is too large is named for one stage.
 
     Raises:
         ValueError: no grid divides model and batch; of one stage.
@@ -178,8 +184,7 @@ def rank_over_stages(job: Workload, cluster: Cluster, num_devices: int, options:
     if not found:
         raise problem
     fitting = (plan for ranking in found for plan in ranking.fitting)
-    too_large = () if any(ranking.fitting for ranking in found) else found[0].too_large
-    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), too_large)
+    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), found[0].too_large)
 
 
 def _without_slower_stages(plans: Sequence[Plan]) -> list[Plan]:
@@ -246,6 +251,7 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
 def describe_limits(best: Plan, options: Layout) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
     job, cluster, num_devices, limits, faster = best.job, best.cluster, best.num_devices, [], []
+    options = dataclasses.replace(options, pp_size=best.layout.pp_size)
     excluded = [layout for layout in _grids(job, options, num_devices) if job.global_batch_size % layout.dp_size]
     if excluded:
         dp_sizes = ", ".join(f"{layout.dp_size:,}" for layout in excluded)
@@ -335,8 +341,11 @@ def _relaxed(wanted: Layout) -> list[Layout]:
 
 
 def suggest_layout(job: Workload, wanted: Layout, cluster: Cluster) -> str:
-    """For messages: the nearest layout that works, and which options it must drop, or the least memory of a rank."""
-    for layout in _relaxed(wanted):
+    """For messages: the nearest layout that works, and which options it must drop, or the least memory of a rank.
+
+    Other numbers of stages are tried last, powers of two and the fewest first.
+    """
+    for layout in (relaxed for each in with_other_stages(job, wanted) for relaxed in _relaxed(each)):
         near = nearest_plan(job, layout, cluster)
         if near is not None:
             dropped = [name for name in _RESTRICTING_OPTIONS if getattr(wanted, name) != getattr(layout, name)]

@@ -1,6 +1,5 @@
 """The layout and the recomputation that fit this machine, and whether a run does; no torch on a host without GPUs."""
 
-import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, usable_bytes
-from ..planner.search import first_that_fits, layout_at, model_sizes, powers_of_two
+from ..planner.search import first_that_fits, layout_at, model_sizes, powers_of_two, with_other_stages
 from ..planner.workload import Workload
 from .runtime.host_memory import host_memory_available
 
@@ -38,22 +37,22 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
             return request.layout(tp_size=tp_size, pp_size=pp_size, dp_size=max(1, devices // (tp_size * pp_size)))
         return layout_at(workload, request, tp_size, pp_size, devices)
 
-    if "auto" in (request.tp_size, request.pp_size):
-        sizes = model_sizes(workload, request.tp_size, request.pp_size, request.pad_heads)
+    if "auto" in (request.tp_size, request.num_stages):
+        sizes = model_sizes(workload, request.tp_size, request.num_stages, request.pad_heads)
         memory, ranks, fewest = device_memory(on_gpu), 1, at(*sizes[0]).world_size
         if not on_gpu:  # the local ranks share the host's memory
             ranks = world.local_size if world is not None else fewest
         found = first_that_fits([(workload, at(*size)) for size in sizes], usable_bytes(memory, on_gpu, ranks))
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if found is None or (not on_gpu and world is None and found[1].world_size > fewest):
-            name, tried = ("pp_size", "layout") if request.pp_size == "auto" else ("tp_size", "power of two")
+            name, tried = ("pp_size", "layout") if request.num_stages == "auto" else ("tp_size", "power of two")
             raise ValueError(
                 f"no {name} fits (`parallel.{name}`=auto): no {tried} divides the model and fits the "
                 f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
             )
         layout = found[1]
     else:
-        layout = at(request.tp_size, request.pp_size)
+        layout = at(request.tp_size, request.num_stages)
     if world is not None and layout.world_size != world.size:
         raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
     if world is None and on_gpu and layout.world_size > devices:
@@ -120,12 +119,18 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
         return
     least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
-    layouts = [replace(layout, tp_size=tp_size) for tp_size in powers_of_two(workload, layout.pad_heads)]
-    fits = first_that_fits(itertools.product((workload, least), layouts), usable_bytes(there, on_gpu))
+    tp_sizes = powers_of_two(workload, layout.pad_heads)
+    tried = [
+        (job, replace(stages, tp_size=tp_size))
+        for stages in with_other_stages(workload, layout)
+        for job in (workload, least)
+        for tp_size in tp_sizes
+    ]
+    fits = first_that_fits(tried, usable_bytes(there, on_gpu))
     if fits is None:
         way_out = (
             f"no tp_size that divides this model fits {device}s {size}, even with micro_batch_size="
-            f"{least.micro_batch_size} model.recompute=full"
+            f"{least.micro_batch_size} model.recompute=full and any parallel.pp_size"
         )
     else:
         job, smallest = fits
