@@ -5,7 +5,7 @@
 
 Each part runs `src/train.py` or a measurement as a subprocess under a time limit:
 
-1. layouts: tensor, data and sequence parallelism against one rank in fp64, every loss and gradient norm;
+1. layouts: tensor, data and sequence parallelism and stages against one rank in fp64, every loss and gradient norm;
 2. the same in bf16 with the kernels that a run uses (compiled on a GPU), made deterministic;
 3. replicas, compared to the bit after every step, with newly tuned kernels;
 4. kill -9 of one rank: the job must end by itself, resume from its checkpoint, and end bitwise equal to a run that was

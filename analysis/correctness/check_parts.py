@@ -35,17 +35,20 @@ class Layout:
 
     tp_size: int
     dp_size: int
+    pp_size: int = 1
     sequence_parallel: bool = False
     zero1: bool = False
 
     def __str__(self) -> str:
         options = [name for name in ("sequence_parallel", "zero1") if getattr(self, name)]
-        return " ".join([f"tp {self.tp_size} x dp {self.dp_size}", *options]).replace("_", " ")
+        stages = f"pp {self.pp_size} x " if self.pp_size > 1 else ""
+        return " ".join([f"tp {self.tp_size} x {stages}dp {self.dp_size}", *options]).replace("_", " ")
 
     def overrides(self) -> list[str]:
         """Of `train.py`."""
         return [
             f"parallel.tp_size={self.tp_size}",
+            f"parallel.pp_size={self.pp_size}",
             f"parallel.dp_size={self.dp_size}",
             f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
             f"parallel.zero1={str(self.zero1).lower()}",
@@ -59,9 +62,10 @@ def layouts_of(ranks: int) -> list[Layout]:
     """The layouts that are compared with one rank; 8 heads divide over the largest power of two of the ranks."""
     tp_size = 1 << (ranks.bit_length() - 1)
     layouts = [Layout(tp_size, 1), Layout(1, ranks), Layout(tp_size, 1, sequence_parallel=True)]
-    if ranks >= 4:
-        layouts.append(Layout(2, ranks // 2, sequence_parallel=True, zero1=True))
-    return layouts
+    if ranks < 4:
+        return [*layouts, Layout(1, 1, pp_size=2)]
+    options = {"sequence_parallel": True, "zero1": True}
+    return [*layouts, Layout(2, ranks // 2, **options), Layout(2, ranks // 4, pp_size=2, **options)]
 
 
 @dataclass

@@ -64,10 +64,12 @@ def test_make_refuses_too_few_gpus_before_it_sets_up_anything(tmp_path, listed, 
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_the_layouts_use_at_most_the_ranks_and_every_kind_of_parallelism(ranks: int) -> None:
     layouts = layouts_of(ranks)
-    assert all(1 < layout.tp_size * layout.dp_size <= ranks and 8 % layout.tp_size == 0 for layout in layouts)
+    sizes = [layout.tp_size * layout.pp_size * layout.dp_size for layout in layouts]
+    assert all(1 < size <= ranks for size in sizes) and all(8 % layout.tp_size == 0 for layout in layouts)
     assert Layout(1, ranks) in layouts
     assert any(layout.tp_size > 1 and not layout.sequence_parallel for layout in layouts)
     assert any(layout.tp_size > 1 and layout.sequence_parallel for layout in layouts)
+    assert any(layout.pp_size > 1 for layout in layouts)
     assert any(layout.zero1 and layout.dp_size > 1 for layout in layouts) == (ranks >= 4)
 
 
@@ -121,7 +123,7 @@ def test_the_bus_carries_twice_as_much_for_an_all_reduce() -> None:
 def test_the_whole_check_passes_on_two_processes_and_leaves_none(tmp_path) -> None:
     done = run_check("--rehearse", "--folder", str(tmp_path / "check"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nPASS  ") == 7 and "FAIL" not in done.stdout
+    assert done.stdout.count("\nPASS  ") == 8 and "FAIL" not in done.stdout
     assert (tmp_path / "check" / "report.txt").read_text() == done.stdout
     record = json.loads((tmp_path / "check" / "record.json").read_text())
     assert (record["name"], record["num_failed"]) == ("check_gpus", 0)
