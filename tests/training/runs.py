@@ -73,7 +73,7 @@ def run_jobs(
     """
     jobs = []
     for run in runs:
-        assert run.parallel.tp_size * run.parallel.pp_size * run.parallel.dp_size == world_size
+        assert run.parallel.tp_size * run.parallel.num_stages * run.parallel.dp_size == world_size
         jobs.append(resolve(run))
     run_ranks(_train_all, world_size, jobs, expected, fault)
 

@@ -45,6 +45,7 @@ SLOW = {
         f"bert-{order}": ("bert", {"model__norm_order": order, "micro_batch_size": 2, "model__recompute": "selective"})
         for order in ("pre", "deepnorm", "peri", "b2t", "mix")
     }
+    | {"gpt-compiled": ("gpt", {"compile": True, "micro_batch_size": 2, **DROPOUT})}
     | {"gpt-means": ("gpt", {"loss_reduction": "mean_of_means", "micro_batch_size": 2, "trainer__max_steps": 20})},
     (2, 2, 2): {
         "gpt-all": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
