@@ -2,16 +2,28 @@
 
 import dataclasses
 import resource
+from collections import Counter
+from datetime import timedelta
 from fractions import Fraction
 
 import pytest
 import torch
+import torch.distributed as dist
 from collective_trace import CollectiveRecorder, trace_step
 from ranks import make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lmscale import parallel
 from lmscale.config import Layout, TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import sample_dropout_keys
+from lmscale.parallel.pipeline import run_pipeline
+from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.flops import hardware_flops_per_step, scored_tokens
+from lmscale.planner.workload import Workload
 
 # Table 1's largest row: 8-way model parallel, 64-way data parallel, batch 512, so 8 sequences per rank.
 B, S, L, H, V = 8, 1024, 72, 3072, 51200
@@ -139,3 +151,45 @@ def test_the_fake_world_issues_the_collectives_of_two_real_processes(sequence_pa
     layout = Layout(tp_size=2, sequence_parallel=sequence_parallel)
     traced = [trace_step(small_config(**c), layout, 5, 12, torch.float64).collectives for c in CASES]
     assert run_ranks(_record_real, 2, sequence_parallel) == [traced, traced]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("stage", [0, 3, 7])
+def test_a_stage_of_512_ranks_sends_the_planners_messages(stage: int, sequence_parallel: bool) -> None:
+    """GPT-8.3B as 8 tensor x 8 pipeline x 8 data ranks, in a step of nine micro-batches."""
+    layout = Layout(tp_size=8, pp_size=8, dp_size=8, sequence_parallel=sequence_parallel)
+    config, b, num = gpt_8_3b(), 2, 9
+    dist.init_process_group("fake", rank=stage * layout.tp_size, world_size=layout.world_size, store=FakeStore())
+    try:
+        options = {"shared_memory": False, "sequence_parallel": sequence_parallel}
+        context = parallel.make_context(layout.axes, "cpu", timedelta(minutes=1), **options)
+        assert (context.pp_rank, context.tp_rank, context.dp_rank) == (stage, 0, 0)
+        with FakeTensorMode(), CollectiveRecorder(context) as recorder:
+            model = build_model(config, context, seed=None, dtype=torch.bfloat16)
+            tokens = torch.zeros(b, S, dtype=torch.int64)
+            keys = sample_dropout_keys(0, torch.arange(b))
+
+            def forward(index: int, micro_batch: int, received: Tensor | None) -> Tensor:
+                x = tokens if received is None else received
+                return model(x, tokens, keys) if context.is_last_stage else model.transformer(x, sample_keys=keys)
+
+            def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
+                output.backward(gradient)
+
+            def empty(micro_batch: int) -> Tensor:
+                return torch.empty(b, S // 8 if sequence_parallel else S, H, dtype=torch.bfloat16)
+
+            recorder.collectives.clear()
+            run_pipeline(range(num), forward, backward, lambda: None, empty, lambda where: None, context)
+    finally:
+        dist.destroy_process_group()
+    names = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+    found = Counter((names.get(c.kind, c.kind), c.group, c.num_bytes) for c in recorder.collectives)
+    received = sum(found.pop(key) for key in list(found) if key[0] == "recv_")
+    job = Workload(config, b, 8 * num * b, S, "bf16", on_gpu=False)
+    assert received == num * ((stage > 0) + (stage < 7))
+    planned = Counter()
+    for c in micro_batch_collectives(job, layout, stage):
+        planned[c.kind, c.group, c.num_bytes] += num * c.count
+    assert found == planned
