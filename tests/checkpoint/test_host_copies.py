@@ -80,6 +80,19 @@ def test_a_larger_checkpoint_and_the_end_unlock_the_memory(runtime) -> None:
     assert runtime.locked == {}
 
 
+def test_memory_that_cannot_be_locked_is_used_unlocked_with_one_warning(runtime, monkeypatch, capsys) -> None:
+    def refuse(code: int) -> None:
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    monkeypatch.setattr(torch.cuda, "check_error", refuse)
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: 800)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: refuse(800))  # the first kernel after it
+    copies = HostCopies()
+    copies.copy({"a": TENSORS["a"]})
+    assert torch.equal(copies.copy(TENSORS)["b"], TENSORS["b"])
+    assert capsys.readouterr().err.count("WARNING: checkpoints are copied without locked memory: CUDA error") == 1
+
+
 def test_a_smaller_buffer_is_freed_before_a_larger_one_is_made(monkeypatch) -> None:
     copies, empty = HostCopies(), torch.empty
     copies.copy({"a": TENSORS["a"]})
