@@ -1,5 +1,7 @@
 """The Lightning strategy: the (data, pipeline, tensor) grid of ranks."""
 
+import os
+import resource
 import sys
 import uuid
 from dataclasses import replace
@@ -18,6 +20,19 @@ from .checkpoints.sharded_strategy import ShardedCheckpointStrategy
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
 _ONE_RANK = Layout()
+FULL_MESH = 16  # ranks
+
+
+def prepare_connections(world_size: int) -> None:
+    """Let gloo connect many ranks only as they communicate, and raise this process's limit of open files.
+
+    Otherwise each group connects every rank with every other one: 511 sockets on each of 512, which was reported to
+    fail above 60 nodes. Fewer ranks keep all their connections, so that the loss of one is noticed at once.
+    """
+    if world_size > FULL_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class TensorParallelStrategy(ShardedCheckpointStrategy):
@@ -74,6 +89,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
 
     def setup_distributed(self) -> None:
         """Start the process group; one process uses an in-process store, without a port that may be taken."""
+        prepare_connections(self.num_nodes * self.num_processes)
         self._is_alone = self.num_nodes * self.num_processes == 1 and not dist.is_initialized()
         if self._is_alone:
             backend, store = self._get_process_group_backend(), dist.HashStore()

@@ -1,0 +1,58 @@
+"""The connections of many ranks."""
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import warm
+
+from lmscale.training.strategy import FULL_MESH, prepare_connections
+
+NUM_RANKS, NUM_FILES = 32, 24  # a full mesh of 32 needs 31 sockets
+
+
+def connect(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    prepare_connections(NUM_RANKS)
+    store = dist.FileStore(f"{folder}/store", NUM_RANKS)
+    open_files = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + NUM_FILES,) * 2)
+    dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS, store=store)
+    vote = torch.tensor([float(rank)])
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+    dist.broadcast(vote, src=0)
+    dist.all_gather_object([None] * NUM_RANKS, rank)
+    assert vote.item() == NUM_RANKS - 1
+    Path(folder, f"{rank}").touch()
+    dist.barrier()
+    os._exit(0)  # without the teardown of 32 interpreters
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+def test_32_ranks_vote_within_a_file_limit_that_a_full_mesh_exceeds(tmp_path) -> None:
+    ranks = [warm.context.Process(target=connect, args=(rank, str(tmp_path))) for rank in range(NUM_RANKS)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 120
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0] * NUM_RANKS and all((tmp_path / f"{rank}").exists() for rank in range(NUM_RANKS))
+
+
+def test_few_ranks_keep_a_full_mesh_and_the_file_limit_is_raised(monkeypatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(os, "environ", {})
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+        prepare_connections(FULL_MESH)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard) and not os.environ
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
