@@ -17,6 +17,7 @@ def environment(monkeypatch) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in accelerator.ALLOCATOR_VARIABLES}
     monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(accelerator, "_cuda_graphs", set())
+    monkeypatch.setattr(accelerator, "_determinism", set())
 
 
 @pytest.mark.parametrize("name", accelerator.ALLOCATOR_VARIABLES)
@@ -35,6 +36,30 @@ def test_a_sweep_over_cuda_graphs_is_refused_because_its_jobs_share_the_allocato
     accelerator.set_allocator(cuda_graphs)
     with pytest.raises(ValueError, match="`cuda_graphs` must be the same for all jobs"):
         accelerator.set_allocator(not cuda_graphs)
+
+
+def test_a_sweep_over_deterministic_is_refused_because_cublas_reads_its_setting_once() -> None:
+    accelerator.check_determinism(False)
+    accelerator.check_determinism(False)
+    with pytest.raises(ValueError, match="`deterministic` must be the same for all jobs of a sweep"):
+        accelerator.check_determinism(True)
+
+
+@pytest.mark.parametrize("requested", ["auto", "gpu"])
+def test_a_gpu_that_torch_cannot_use_is_refused_with_both_versions(tmp_path, monkeypatch, requested) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\n")
+    monkeypatch.setattr(accelerator, "DEVICES", tmp_path)
+    monkeypatch.setattr(accelerator, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(
+        ValueError, match=rf"^`trainer.accelerator` must be cpu where .*{requested}: .* 13.0, .* 550.54.15"
+    ):
+        accelerator.resolve_accelerator(requested)
+    assert accelerator.resolve_accelerator("cpu") == "cpu"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    assert accelerator.resolve_accelerator("auto") == "cpu"
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

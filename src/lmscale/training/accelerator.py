@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -9,20 +10,30 @@ from ..launcher import world_from_outside
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"
+DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 _cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
+_determinism: set[bool] = set()  # likewise
 
 
 def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
     """Whether a run requests `trainer.accelerator=gpu`, or `auto` finds one.
 
     Raises:
-        ValueError: `gpu` without a GPU that torch can use, or a rank does not see the GPUs of its node's ranks.
+        ValueError: `gpu` without a GPU that torch can use, or a rank does not see the GPUs of its node's ranks; `auto`
+            where the machine has a GPU that torch cannot use.
     """
-    if requested == "cpu" or (requested == "auto" and not _may_have_gpu()):
+    if requested == "cpu" or (requested == "auto" and not _may_have_gpu() and not _has_nvidia_gpu()):
         return "cpu"
     import torch
 
     if not torch.cuda.is_available():
+        if _has_nvidia_gpu():
+            built_for = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+            raise ValueError(
+                f"`trainer.accelerator` must be cpu where torch cannot use the machine's GPUs, but is {requested}: "
+                f"torch {torch.__version__} is built for {built_for}, the driver is {_driver_version()} "
+                "(CUDA 13 needs 580 or newer, CUDA 12 525)"
+            )
         if requested == "gpu":
             raise ValueError("`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
         return "cpu"
@@ -42,6 +53,32 @@ def _may_have_gpu() -> bool:
     except OSError:
         return Path("/dev/kfd").exists()
     return True
+
+
+def _has_nvidia_gpu() -> bool:
+    """Whether this process may open a GPU of NVIDIA's, whatever torch can use."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    return not hidden and any(DEVICES.glob("nvidia[0-9]*"))
+
+
+def _driver_version() -> str:
+    try:
+        return re.search(r"\d+\.\d[\d.]*", DRIVER.read_text(encoding="utf-8"))[0]
+    except (OSError, TypeError):  # no such file, or no number in it
+        return "unknown"
+
+
+def check_determinism(deterministic: bool) -> None:
+    """Refuse a second job of this process whose `deterministic` differs, where the process itself computes on a GPU.
+
+    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG`, which Lightning sets for a deterministic job, only once.
+
+    Raises:
+        ValueError: jobs with and without it.
+    """
+    _determinism.add(deterministic)
+    if len(_determinism) > 1:
+        raise ValueError("`deterministic` must be the same for all jobs of a sweep, which share the GPU's cuBLAS")
 
 
 def set_allocator(cuda_graphs: bool = False) -> None:

@@ -120,6 +120,8 @@ def check(run: RunConfig) -> CheckedRun:
     workload = Workload.of(run, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
     layout = fit.resolve_layout(parallel, workload, world)
     run.check_layout(layout)
+    if on_gpu and layout.world_size == 1:
+        accelerator.check_determinism(run.deterministic)
     fit.check_host(run, layout, num_threads, world)
     workload = fit.resolve_recompute(run, workload, layout)
     fit.check_memory(run.name, workload, layout, world)
