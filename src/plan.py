@@ -22,6 +22,7 @@ from lmscale.planner.plan_table import (
     slowest_first,
 )
 from lmscale.planner.question import plan_layout, rank
+from lmscale.training.runtime.cpu_settings import describe_slow_type
 
 
 def plan(values: dict) -> None:
@@ -33,6 +34,8 @@ def plan(values: dict) -> None:
     answers, text = {"name": question.name}, []
     if not question.best:
         found = plan_layout(question)
+        if not question.cluster.is_gpu and (slow := describe_slow_type(found[0].job.dtype)):
+            found[1].append(slow)
         answers |= plan_to_dict(*found)
         text.append(format_plan(question.name, *found))
         if question.operations:

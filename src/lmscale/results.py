@@ -272,6 +272,11 @@ def cpu_model() -> str:
     return _cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
+def cpu_flags() -> set[str]:
+    """The instruction sets of this host's processor as Linux names them; empty on other systems than Linux on x86."""
+    return set(_cpu_facts().get("flags", "").split())
+
+
 def describe_cpu() -> dict[str, Any]:
     """What decides how this host and this process round: the CPU, and what torch runs on it if it is imported.
 
@@ -284,7 +289,7 @@ def describe_cpu() -> dict[str, Any]:
     facts, torch = _cpu_facts(), sys.modules.get("torch")
     names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
     found: dict[str, Any] = {key: int(facts[name]) if name in facts else None for key, name in names.items()}
-    found["amx_bf16"] = "amx_bf16" in facts.get("flags", "").split()
+    found["amx_bf16"] = "amx_bf16" in cpu_flags()
     found["capability"] = torch and torch.backends.cpu.get_cpu_capability()
     lines = torch.__config__.show().split("\n") if torch else []
     found["libraries"] = [line.strip(" -") for line in lines if "Math Kernel Library" in line or "MKL-DNN" in line]

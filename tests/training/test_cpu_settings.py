@@ -1,9 +1,11 @@
-"""The heap of a process that computes on a CPU."""
+"""The heap of a process that computes on a CPU, and the types that it is slow with."""
 
 import subprocess
 import sys
 
 import pytest
+
+from lmscale.training.runtime import cpu_settings
 
 MEASURE = """
 import resource, sys
@@ -33,3 +35,17 @@ def test_the_heap_keeps_tensors_of_24_mib_and_returns_those_of_64(mode: str, bou
     small, large = map(float, done.stdout.split())
     assert bounds[0] < small < bounds[1]
     assert large < 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "slow"),
+    [
+        ({"avx2"}, {"bf16", "fp16"}),
+        ({"avx2", "amx_bf16"}, {"fp16"}),
+        ({"avx512_bf16", "avx512_fp16"}, set()),
+        (set(), set()),
+    ],
+)
+def test_half_types_without_instructions_are_named(monkeypatch, flags, slow) -> None:
+    monkeypatch.setattr(cpu_settings, "cpu_flags", lambda: flags)
+    assert {dtype for dtype in ("fp64", "fp32", "bf16", "fp16") if cpu_settings.describe_slow_type(dtype)} == slow

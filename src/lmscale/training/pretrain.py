@@ -19,6 +19,7 @@ from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .resolve import ResolvedRun, build_data
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
+from .runtime.cpu_settings import describe_slow_type
 from .runtime.exit_codes import DONE
 from .runtime.session import RankSession, new_trainer, run_on_this_rank
 
@@ -52,7 +53,12 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         return DONE  # an earlier start has completed the run
     if session.is_first:
         read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
-        warnings = warn_of_costly_validation(job.run, data.num_validation_samples), warn_of_repetition(job.corpus, read)
+        slow = "" if job.on_gpu else describe_slow_type(job.run.precision.dtype)
+        warnings = [f"WARNING: {slow}\n"] if slow else []
+        warnings += (
+            warn_of_costly_validation(job.run, data.num_validation_samples),
+            warn_of_repetition(job.corpus, read),
+        )
         print(*warnings, sep="", end="", file=sys.stderr, flush=True)
     trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
     report = add_callbacks(job, agreed, session)

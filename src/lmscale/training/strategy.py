@@ -1,5 +1,6 @@
 """The Lightning strategy: the (data, pipeline, tensor) grid of ranks."""
 
+import contextlib
 import os
 import resource
 import sys
@@ -32,7 +33,8 @@ def prepare_connections(world_size: int) -> None:
     if world_size > FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with contextlib.suppress(ValueError, OSError):  # macOS names no limit, and refuses that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class TensorParallelStrategy(ShardedCheckpointStrategy):

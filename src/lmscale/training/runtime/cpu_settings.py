@@ -3,9 +3,28 @@
 import ctypes
 import sys
 
+from ...results import cpu_flags
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _MAPPED_BYTES = 32 * 2**20  # glibc's own value once it has freed tensors of about that size
 _NEVER = 2**31 - 1
+
+_INSTRUCTIONS = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
+
+
+def describe_slow_type(dtype: str) -> str:
+    """A sentence if this processor, of x86, has no instructions for a half type; otherwise empty.
+
+    The factors are of a GPT with hidden size 256 and more: 3.5 on an Ice Lake, compiled, and 15 on an AMD EPYC with
+    AVX2, eager.
+    """
+    names, flags = _INSTRUCTIONS.get(dtype, set()), cpu_flags()
+    if not names or not flags or names & flags:
+        return ""
+    return (
+        f"this CPU has no instructions for {dtype} ({', '.join(sorted(names))}): "
+        "precision=fp32 was 3 to 15 times as fast on such CPUs"
+    )
 
 
 def keep_heap() -> None:
