@@ -66,11 +66,3 @@ def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + sizes[index], owners[index]))
     return owners
-
-
-def part_sizes(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Return the number of elements per owner, which does not depend on the order of `sizes`."""
-    parts = [0] * num_owners
-    for size, owner in zip(sizes, assign_owners(sizes, num_owners), strict=True):
-        parts[owner] += size
-    return parts
