@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,17 @@ from sharding import random_model, small_config
 
 from lmscale.checkpoint import CheckpointError
 from lmscale.checkpoint.hf_conversion import export_hugging_face
-from lmscale.config import TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation import ranks
-from lmscale.evaluation.loading import check_gpt, describe_checkpoint, load_model, load_requested_tokenizer
+from lmscale.evaluation.loading import (
+    check_gpt,
+    describe_checkpoint,
+    load_model,
+    load_requested_tokenizer,
+    load_saved_tokenizer,
+)
 from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
 from lmscale.evaluation.tokenizer_choice import choose_tokenizer
 from lmscale.models import BERT, GPT
@@ -30,6 +37,11 @@ def trained(vocab_size: int) -> Tokenizer:
     inner = train_tokenizer(TEXTS, "gpt", vocab_size, "size")
     inner.encode_special_tokens = True
     return Tokenizer(inner)
+
+
+def saved_tokenizer(path: Path) -> Tokenizer | None:
+    config, folder = describe_checkpoint(path)
+    return load_saved_tokenizer(folder, config)
 
 
 def gpt(config: TransformerConfig | None = None) -> torch.nn.Module:
@@ -53,7 +65,7 @@ def test_every_weight_equals_the_checkpoints_at_any_layout(tmp_path, architectur
         loaded = load_model(path, PLAIN, torch.float64)
         assert isinstance(loaded.model, kind) and same_weights(loaded.model, model)
         assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
-        assert (loaded.step, loaded.tokenizer, loaded.path) == (7, None, path)
+        assert (loaded.step, loaded.path, saved_tokenizer(path)) == (7, path, None)
 
 
 def test_a_run_folder_denotes_its_latest_checkpoint_and_tokenizer(tmp_path) -> None:
@@ -64,7 +76,7 @@ def test_a_run_folder_denotes_its_latest_checkpoint_and_tokenizer(tmp_path) -> N
     (tmp_path / "config.json").write_text('{"name": "of the run, not of transformers"}')
     loaded = load_model(tmp_path, PLAIN)
     assert loaded.path == path and same_weights(loaded.model, newest)
-    assert loaded.tokenizer.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert saved_tokenizer(tmp_path).encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
 def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_path) -> None:
@@ -74,7 +86,7 @@ def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_p
     published = export_hugging_face(path, tmp_path / "published")
     ours, theirs = load_model(path, PLAIN, torch.float64), load_model(published, PLAIN, torch.float64)
     assert same_weights(theirs.model, ours.model)
-    assert theirs.tokenizer.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert saved_tokenizer(published).encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
     assert (theirs.path, theirs.step, theirs.checkpoint_id) == (published, 0, ours.checkpoint_id)
 
 
@@ -93,7 +105,7 @@ def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
         context = make_context(tp_size, dp_size)
         for source in sources:
             loaded = load_model(source, context, torch.float64)
-            expected = random_model(loaded.config, context)
+            expected = random_model(loaded.model.config, context)
             names = [n for n, p in expected.named_parameters() if "word_embedding" not in n]
             ours, theirs = dict(loaded.model.named_parameters()), dict(expected.named_parameters())
             found += [torch.equal(ours[name], theirs[name].float().double()) for name in names]
@@ -153,10 +165,10 @@ def test_the_model_is_described_without_its_weights(tmp_path) -> None:
 
 def test_a_wrong_world_size_raises(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "", "LOCAL_RANK": ""})
-    assert evaluation_groups(1, 1) == PLAIN
+    assert evaluation_groups(Layout()) == PLAIN
     monkeypatch.setattr(os, "environ", torchrun_rank(0, 3))
     with pytest.raises(ValueError, match=r"must be `parallel.tp_size` x `parallel.dp_size` \(2 x 2\), but 3 ranks"):
-        evaluation_groups(2, 2)
+        evaluation_groups(Layout(tp_size=2, dp_size=2))
 
 
 def test_a_tokenizer_must_match_the_checkpoint(tmp_path) -> None:
@@ -212,10 +224,10 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
     monkeypatch.setattr(ranks, "evaluation_groups", lambda *_: ParallelContext(tp_size=2))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
     if ends:
-        assert run_on_rank(fail, "cpu", 2) == 2 and capsys.readouterr().err == "error: on every rank\n"
+        assert run_on_rank(fail, "cpu", Layout(tp_size=2)) == 2 and capsys.readouterr().err == "error: on every rank\n"
     else:
         with pytest.raises(RuntimeError, match="on one"):
-            run_on_rank(fail, "cpu", 2)
+            run_on_rank(fail, "cpu", Layout(tp_size=2))
     assert bool(ended) == ends
 
 
@@ -224,4 +236,4 @@ def test_ranks_that_see_only_their_own_gpu_are_all_refused(monkeypatch, rank: in
     monkeypatch.setattr(os, "environ", torchrun_rank(rank, 2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 "):
-        evaluation_groups(2, 1, "cuda")
+        evaluation_groups(Layout(tp_size=2), "cuda")

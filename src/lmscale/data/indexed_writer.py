@@ -3,8 +3,10 @@
 import os
 import shutil
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
@@ -20,7 +22,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Write a dataset document by document; files with the final names are always complete.
+    """Write a dataset document by document; files with the final names are always complete. A context manager.
 
     Memory holds 4 bytes per sequence and 8 per document. Both files are written under temporary names; `finish` renames
     `.bin`, then `.idx`. A `.bin` without its `.idx` is not a dataset.
@@ -30,20 +32,24 @@ class IndexedWriter:
         dtype: of the tokens, one of the format's.
 
     Raises:
-        ValueError: the format lacks the dtype, the folder cannot be written, or (from every method) the disk is full.
+        ValueError: the folder cannot be written, or (from every method) the disk is full.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype | type | str) -> None:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in _CODES:
-            known = ", ".join(np.dtype(name).name for name in DTYPES.values())
-            raise ValueError(f"`dtype` must be one of {known}, but is {np.dtype(dtype).name}")
         self.sizes, self.document_indices = array("i"), array("q", [0])
         self._bin, self._idx = (f"{self.prefix}.{kind}.unfinished_{os.getpid()}" for kind in ("bin", "idx"))
-        try:
+        with self._writing():
             self._file = open(self._bin, "wb", buffering=1 << 20)
-        except OSError as error:
-            raise self._failure(error) from None
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.discard()
 
     def add_documents(self, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
         """Append documents; a sequence may be empty.
@@ -52,33 +58,21 @@ class IndexedWriter:
             ids: integers [tokens], of all concatenated sequences.
             sizes: integers [sequences], tokens per sequence.
             counts: integers [documents], sequences per document.
-
-        Raises:
-            ValueError: the dtype cannot hold an id.
         """
         assert sizes.sum() == len(ids) and counts.sum() == len(sizes)
         if ids.size:
-            self._check_ids(ids)
-            try:
-                self._file.write(ids.astype(self.dtype, copy=False).tobytes())
-            except OSError as error:
-                self.discard()
-                raise self._failure(error) from None
+            tokens = ids.astype(self.dtype, copy=False)
+            assert np.array_equal(tokens, ids), "the vocabulary decides the dtype"
+            with self._writing():
+                self._file.write(tokens.tobytes())
         self.document_indices.frombytes((len(self.sizes) + np.cumsum(counts, dtype=np.int64)).tobytes())
         self.sizes.frombytes(sizes.astype(np.int32).tobytes())
 
     def append(self, other: "IndexedDataset") -> None:
         """Append all documents of another dataset of the same dtype by copying its files' bytes."""
-        if other.dtype != self.dtype:
-            raise ValueError(
-                f"{other.prefix}: tokens must be {self.dtype.name} as in the other datasets, but are {other.dtype}"
-            )
-        try:
-            with open(f"{other.prefix}.bin", "rb") as file:
-                shutil.copyfileobj(file, self._file, 1 << 24)
-        except OSError as error:
-            self.discard()
-            raise self._failure(error) from None
+        assert other.dtype == self.dtype
+        with self._writing(), open(f"{other.prefix}.bin", "rb") as file:
+            shutil.copyfileobj(file, self._file, 1 << 24)
         first = len(self.sizes)
         self.sizes.frombytes(other.sizes.tobytes())
         self.document_indices.frombytes((other.document_indices[1:] + first).tobytes())
@@ -86,7 +80,7 @@ class IndexedWriter:
     def finish(self) -> None:
         """Write the index and rename both files to their final names."""
         sizes = np.frombuffer(self.sizes, dtype=np.int32)
-        try:
+        with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -106,48 +100,29 @@ class IndexedWriter:
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             os.replace(self._bin, f"{self.prefix}.bin")
             os.replace(self._idx, f"{self.prefix}.idx")
-        except OSError as error:
-            self.discard()
-            raise self._failure(error) from None
 
     def discard(self) -> None:
         """Remove the unfinished files."""
-        try:
+        with suppress(OSError, AttributeError):  # flushing the last buffer fails on a full disk; there may be no file
             self._file.close()
-        except OSError:
-            pass  # flushing the last buffer fails on a full disk
         for path in (self._bin, self._idx):
             Path(path).unlink(missing_ok=True)
 
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise ValueError(f"a sequence must be a list of whole numbers, but is {ids.dtype} of {ids.ndim} dimensions")
-        if self.dtype.kind in "iu":
-            bounds, low, high = np.iinfo(self.dtype), int(ids.min()), int(ids.max())
-            if low < bounds.min or high > bounds.max:
-                wrong = low if low < bounds.min else high
-                raise ValueError(
-                    f"{self.prefix}: ids must be from {bounds.min} to {bounds.max} ({self.dtype.name}), but document "
-                    f"{len(self.document_indices) - 1} has {wrong}"
-                )
-
-    def _failure(self, error: OSError) -> ValueError:
-        return ValueError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            raise ValueError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}") from None
 
 
 def merge(prefixes: Sequence[str | Path], out: str | Path) -> None:
-    """Concatenate datasets into one.
+    """Concatenate one or more datasets of one dtype.
 
     Raises:
-        ValueError: no dataset is given, they differ in dtype, one is damaged, or the disk is full.
+        ValueError: one is damaged, or the disk is full.
     """
-    if not prefixes:
-        raise ValueError("`prefixes` must name at least one dataset, but is empty")
-    writer = IndexedWriter(out, IndexedDataset(prefixes[0]).dtype)
-    try:
+    with IndexedWriter(out, IndexedDataset(prefixes[0]).dtype) as writer:
         for prefix in prefixes:
             writer.append(IndexedDataset(prefix))
-    except BaseException:
-        writer.discard()
-        raise
-    writer.finish()
