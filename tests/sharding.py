@@ -1,6 +1,7 @@
 """Compare a sharded model with a plain one that has the same logical weights."""
 
 import dataclasses
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
@@ -103,6 +104,11 @@ def gradients_of_ranks(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if not p.shard.grad_is_partial}
 
 
+def largest(values: Iterable[Tensor]) -> float:
+    """The largest scalar; nan if any is nan, which Python's `max` may miss."""
+    return torch.stack(list(values)).max().item()
+
+
 def differences_from_plain(
     config: TransformerConfig, context: ParallelContext, batch_size: int = 5
 ) -> dict[str, float]:
@@ -115,15 +121,14 @@ def differences_from_plain(
     own = gradients_of_ranks(sharded)
     sync_replicated_gradients(sharded.parameters(), context)
     whole = dict(plain.named_parameters())
-    gradients = max(
-        ((grad - local_part(whole[name].grad, param, context)).abs().max() / whole[name].grad.abs().max()).item()
+    gradients = largest(
+        (grad - local_part(whole[name].grad, param, context)).abs().max() / whole[name].grad.abs().max()
         for name, param in sharded.named_parameters()
         for grad in (param.grad, own.get(name, param.grad))
         if whole[name].grad.abs().max() > 0
     )
-    weights = max(
-        (param - local_part(whole[name], param, context)).abs().max().item()
-        for name, param in sharded.named_parameters()
+    weights = largest(
+        (param - local_part(whole[name], param, context)).abs().max() for name, param in sharded.named_parameters()
     )
     norms = [torch.cat([param.grad.flatten() for param in plain.parameters()]).norm().item()]
     norms.append(global_gradient_norm(sharded.parameters(), context, torch.device("cpu")).norm.item())

@@ -132,12 +132,15 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     assert read_record(tmp_path / "x.json")["name"] == "gpt_tiny"
 
 
-@pytest.mark.parametrize("place", ["family", "seq_length", "tokenizer", "sha256"])
+PLACES = ["family", "seq_length", "short_seq_probability", "mask_probability", "max_ngram", "tokenizer", "sha256"]
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_losses_are_comparable_only_over_the_same_validation_set(place: str) -> None:
-    def name(family="gpt", seq_length=32, tokenizer="t", sha256="a", hidden=8) -> str:
+    def name(family="gpt", tokenizer="t", sha256="a", hidden=8, **data) -> str:
         corpus = {"tokenizer": tokenizer, "validation": {"tokens": 640, "sha256": sha256}}
         model = {"architecture": family, "hidden_size": hidden}
-        return validation_set({"config": {"model": model, "data": {"seq_length": seq_length}, "corpus": corpus}})
+        return validation_set({"config": {"model": model, "data": {"seq_length": 32} | data, "corpus": corpus}})
 
     assert name() == name(hidden=16) and name().startswith("gpt, 640 validation tokens in sequences of 32, set ")
     assert name(**{place: 64 if place == "seq_length" else "another"}) != name()

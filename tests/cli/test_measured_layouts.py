@@ -300,7 +300,7 @@ def test_a_refused_record_is_one_line_and_exit_code_2(command, tmp_path) -> None
 def test_a_training_takes_the_words_of_the_plan_without_its_grid(monkeypatch) -> None:
     monkeypatch.setattr(next_command, "_config_dir", lambda: ["--config-dir", "mine"])
     plan = ["measure=3", "cluster=cpu", "+cluster.watts=2", "record=x", "num_devices=2", "top=1", "json=true"]
-    grid = ["parallel=auto", "parallel.tp_size=2", "parallel.dp_size=1", "parallel.zero1=true"]
+    grid = ["parallel=auto", "parallel.tp_size=2", "parallel.pp_size=1", "parallel.dp_size=1", "parallel.zero1=true"]
     kept = ["model=gpt_tiny", "~fidelity", "parallel.shared_memory=false", "micro_batch_size=1", "optimizer.lr=1e-3"]
     assert next_command.of_training(plan + kept + grid) == ["--config-dir", "mine", *kept]
 

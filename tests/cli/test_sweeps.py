@@ -83,9 +83,10 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
             "job 1 of the sweep (seed=2): `hydra.sweep.subdir` must give each job a folder of its own, but that of job "
             "0 is the same: ",
         ),
+        (["sweep=norm_order", "trainer.num_threads=9999"], "job 0 of the sweep (model.norm_order=pre "),
         (["seed=1,two"], "job 1 of the sweep (seed=two): `seed` must be a whole number, but is 'two'"),
     ],
-    ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "folder", "type"],
+    ids=["size", "model", "key", "schedule", "path", "dataset", "resume", "threads", "folder", "own keys", "type"],
 )
 def test_an_invalid_job_is_reported_before_the_first_one_starts(tmp_path, sweep, message) -> None:
     done = refuse(REPOSITORY / "src" / "train.py", "-m", *sweep, f"hydra.sweep.dir={tmp_path}/sweep")
@@ -188,6 +189,7 @@ def test_losses_over_different_validation_sets_are_not_in_one_list(tmp_path, cap
     """The loss of a GPT is per next token, that of a BERT per masked token: neither is better than the other."""
     for number, (family, lr, loss) in enumerate([("gpt", 0.1, 4.0), ("bert", 0.1, 3.0), ("gpt", 0.2, 3.5)]):
         make_job(tmp_path / str(number), family, lr, [9.0, loss])
+    (tmp_path / "1" / "metrics.csv").unlink()  # a figure of the GPTs alone
     SweepSummary("val/loss").on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
     headings = [line for line in capsys.readouterr().out.splitlines() if "best val/loss first" in line]
     assert [heading[: heading.index(",", 9)] for heading in headings] == [

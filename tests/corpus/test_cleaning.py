@@ -221,6 +221,8 @@ def test_the_length_shortcut_is_used_only_where_it_is_exact(tokenizer_files) -> 
     for change in ({"content": "two words"}, {"lstrip": True}, {"rstrip": True}):
         added = [specs["bert"]["added_tokens"][0] | change]
         assert cleaning._shortcuts(specs["bert"] | {"added_tokens": added}) == (False, None)
+    long = specs["gpt2"]["added_tokens"][0] | {"content": 200 * "x"}
+    assert cleaning._shortcuts(specs["gpt2"] | {"added_tokens": [long]}) == (True, 200)
     vocab = {token: i for token, i in specs["gpt2"]["model"]["vocab"].items() if token != "a"}
     without = specs["gpt2"] | {"model": specs["gpt2"]["model"] | {"vocab": vocab}}
     assert cleaning._shortcuts(without) == (False, None)

@@ -25,11 +25,11 @@ def test_the_fingerprint_depends_on_the_suffix(tmp_path) -> None:
 def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "same.txt").write_text("second")
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "first"}'))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "third"}'))
     (tmp_path / "c.rst").write_text("not read")
     documents = open_corpus(local_config(tmp_path, tmp_path)).read()
-    assert documents.texts == ["first", "second"]
-    assert list(documents.notes["files"]) == ["a.jsonl.gz", "b/same.txt"]
+    assert documents.texts == ["second", "third"]  # not the files of a folder before those of folders in it
+    assert list(documents.notes["files"]) == ["b/same.txt", "c.jsonl.gz"]
     assert documents.notes["files"]["b/same.txt"].startswith("16367aacb67a4a01")  # sha256 of "second"
 
 

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,10 @@ def test_stop_words_are_excluded_only_as_first_token() -> None:
 def test_ties_go_to_the_smallest_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [float("-inf")] * 3])
     assert vocab_parallel_argmax(logits, ParallelContext()).tolist() == [1, 0]
+    others = [torch.tensor([3.0]), torch.tensor([-1.0])]  # of rank 0: its largest logit, minus the id of that
+    beside = SimpleNamespace(all_reduce=lambda x, _: torch.maximum(x, others.pop(0)))
+    context = ParallelContext(tp_rank=1, tp_size=2, tp_communicator=beside)
+    assert vocab_parallel_argmax(torch.tensor([[0.0, 3.0]]), context).tolist() == [1]
 
 
 def text_file(*lines: str) -> TextFile:

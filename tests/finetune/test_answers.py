@@ -7,9 +7,9 @@ import pytest
 from finetuning import make_task, make_tokenizer, write_task
 
 from lmscale.finetune.answers import decode_answers
-from lmscale.finetune.features import load_features
+from lmscale.finetune.features import Features, load_features
 from lmscale.finetune.preparing import prepare_features
-from lmscale.finetune.scoring import predict_sets
+from lmscale.finetune.scoring import metric_names, predict_sets
 from lmscale.finetune.tasks.pair_tables import score_qqp
 from lmscale.finetune.tasks.race import score_race
 
@@ -125,6 +125,12 @@ def test_dropped_characters_belong_to_the_token_that_they_touch(tmp_path) -> Non
     for window, (context, expected) in enumerate(contexts.items()):
         offsets = found.offsets[found.starts[window] : found.starts[window + 1]]
         assert [context[begin:end] for begin, end in offsets if begin >= 0] == expected
+
+
+def test_a_single_set_of_another_name_than_dev_has_the_plain_metrics_too() -> None:
+    own = Features(*3 * [np.zeros(3)], labels=np.array([0, 1]), ids=["a", "b"])
+    names = metric_names(make_task("qqp"), {"own": own}, ["own"])
+    assert names == ["qqp/accuracy", "qqp/f1", "qqp/accuracy_own", "qqp/f1_own"]
 
 
 def test_scores_of_classes_count_by_hand() -> None:

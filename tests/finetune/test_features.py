@@ -24,7 +24,7 @@ def test_text_is_cleaned_as_megatron_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "first, second", [([5, 6], [7, 8, 9]), ([5, 6], [7] * 20), ([5] * 20, [7]), ([5] * 7, [7] * 3)]
+    "first, second", [([5, 6], [7, 8, 9]), ([5, 6], [7] * 20), ([5] * 20, [7]), ([5] * 7, [7] * 3), ([5] * 4, [7] * 4)]
 )
 def test_long_pairs_are_truncated_and_end_in_sep(first, second) -> None:
     ids, start = join_pair(first, second, 1, 2, 10)

@@ -1,11 +1,9 @@
 """Our weights in Hugging Face models give the same logits, loss and gradients."""
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from sharding import random_batch, random_model, small_config
+from sharding import largest, random_batch, random_model, small_config
 from torch import Tensor, nn
 from transformers_mapping import load_published, to_transformers
 
@@ -93,11 +91,6 @@ def compare(config: TransformerConfig, dtype: torch.dtype) -> dict[str, float]:
             for name, p in theirs.named_parameters()
         ),
     }
-
-
-def largest(values: Iterable[Tensor]) -> float:
-    """The largest scalar; nan if any is nan, which Python's `max` may miss."""
-    return torch.stack(list(values)).max().item()
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])

@@ -16,6 +16,7 @@ from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
+from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters
 from lmscale.planner.plan import Plan
@@ -37,7 +38,9 @@ def test_the_parameters_of_every_stage_are_those_of_the_model(family, norm_order
     layout, total = Layout(tp_size=tp_size, pp_size=pp_size), 0
     for stage in range(pp_size):
         context = ParallelContext(tp_size=tp_size, pp_rank=stage, pp_size=pp_size)
-        built = [p for p in build_model(config, context, seed=None, device="meta").parameters()]
+        model = build_model(config, context, seed=None, device="meta")
+        built, own, layers = list(model.parameters()), model.transformer.own_layers, model.transformer.layers
+        assert [layers[i].placement for i in own] == [config.layer_placements[i] for i in own]
         owned = rank_parameters(config, layout, stage)
         assert sorted(each.size for each in owned) == sorted(p.numel() for p in built if p.shard.tie != "copy")
         assert copied_parameters(config, layout, stage) == sum(p.numel() for p in built if p.shard.tie == "copy")
@@ -54,6 +57,8 @@ def test_the_first_of_equal_stages_keeps_most() -> None:
     sizes = [len(layers) for layers in config.stages(8)]
     for i, j in itertools.combinations(range(1, 7), 2):
         assert sizes[i] != sizes[j] or needs[i] > needs[j]
+    few = training(config, 1, layout, 2)
+    assert stage_memory(few, layout, 1) == stage_memory(few, layout, 5)  # both keep the two that there are
 
 
 def test_idle_time_is_that_of_the_other_stages_micro_batches() -> None:
@@ -64,6 +69,14 @@ def test_idle_time_is_that_of_the_other_stages_micro_batches() -> None:
         own = sum(row.seconds for row in passes)
         num = job.num_micro_batches(plan.layout)
         assert plan.time.idle / (plan.time.idle + own) == pytest.approx((pp_size - 1) / (num + pp_size - 1))
+
+
+def test_stages_send_each_other_the_tokens_of_their_ranks() -> None:
+    job = training(paper_model("gpt_1.2b"), 4)
+    for cuts_sequence in (False, True):
+        layout = Layout(tp_size=2, pp_size=2, sequence_parallel=cuts_sequence)
+        (sent,) = (c for c in micro_batch_collectives(job, layout) if c.kind == "send")
+        assert sent.num_bytes == 4 * 1024 * 1536 * 2 // (2 if cuts_sequence else 1)
 
 
 def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> None:

@@ -107,6 +107,8 @@ def test_products_run_at_their_rate_in_whole_tiles_or_at_that_of_their_bytes() -
     assert large.flops / large.seconds(CLUSTER, "fp16") == pytest.approx(0.5 * 200e12)
     assert large.flops / large.seconds(CLUSTER, "fp32") == pytest.approx(0.5 * 20e12)
     assert dataclasses.replace(large, count=2).seconds(CLUSTER, "fp16") == 2 * large.seconds(CLUSTER, "fp16")
+    float8, h100 = dataclasses.replace(large, work=dataclasses.replace(large.work, float8=True)), shipped("h100")
+    assert float8.seconds(h100, "fp8") < large.seconds(h100, "fp8") == large.seconds(h100, "bf16")
     narrow = product("narrow", "forward", 1280, 129, 8192, 2)
     assert narrow.flops / narrow.seconds(CLUSTER, "fp16") == pytest.approx(0.5 * 200e12 * 129 / 256)
     thin = product("thin", "forward", 12800, 12800, 16, 2)
@@ -155,7 +157,7 @@ def test_the_operations_are_every_one_of_the_step_and_add_up_to_it(layout, dtype
 
 @pytest.mark.parametrize(
     ("tp_size", "dp_size", "inside"),
-    [(p, d, True) for p, d in ((4, 16), (8, 5), (5, 1), (3, 2))]
+    [(p, d, True) for p, d in ((4, 16), (8, 5), (5, 1), (3, 2), (4, 2))]
     + [(p, d, False) for p, d in ((5, 2), (5, 8), (6, 2), (16, 1))],
 )
 def test_groups_send_over_fast_links_only_if_every_one_lies_within_a_node(tp_size, dp_size, inside) -> None:

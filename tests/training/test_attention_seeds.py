@@ -26,7 +26,7 @@ class FakeOptimizer:
             setattr(self, name, lambda name=name: calls.append(name))
 
 
-def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> list[tuple[float, ...]]:
+def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234, stage: int = 0) -> list[tuple[float, ...]]:
     """What a forward pass on this rank draws from torch's generator, one entry per micro-batch of the run."""
     drawn = []
 
@@ -42,13 +42,16 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234) -> l
             return torch.ones(1, requires_grad=True)
 
     module = Drawing(small_config("gpt"), seed=seed, dropout_seeds=dropout_seeds)
-    context = ParallelContext(tp_rank=tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2)
+    pipeline = {"pp_rank": stage, "pp_size": 1 + stage}
+    context = ParallelContext(tp_rank=tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2, **pipeline)
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context))
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
     batch["dropout_numbers"] = torch.arange(2)
     with (
         torch.random.fork_rng(),
         mock.patch(f"{STEP}.sum_over_data_ranks", lambda x, _: x),
+        mock.patch(f"{STEP}.sum_over_stages", lambda x, _: x),
+        mock.patch(f"{STEP}.run_pipeline", lambda batch, forward, *_: [forward(*each) for each in enumerate(batch)]),
     ):
         for step in range(STEPS):
             module.on_load_checkpoint({"global_step": step})
@@ -61,6 +64,7 @@ def test_unique_seeds_give_every_rank_step_and_micro_step_its_own_mask() -> None
     found = [mask for ranks in RANKS for mask in masks("unique", *ranks)]
     assert len(set(found)) == len(found) == len(RANKS) * STEPS * MICRO_STEPS
     assert masks("unique", 1, 1, seed=1235)[0] not in found
+    assert not set(masks("unique", 1, 1, stage=1)) & set(found)
     with torch.random.fork_rng():
         for index, mask in enumerate(masks("unique", 1, 0)):
             seed_rank_generator(1234, 1 + index // MICRO_STEPS, index % MICRO_STEPS, dp_rank=1, tp_rank=0)

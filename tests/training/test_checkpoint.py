@@ -1,9 +1,12 @@
 """Checkpoints: exact resume, other layouts, atomic names, errors, and retention."""
 
 import dataclasses
+import itertools
 import shutil
 import threading
+import time
 from datetime import datetime
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs
 from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
 from lmscale.data.sampler import EpochShuffle
-from lmscale.training.checkpoints import sharded_strategy
+from lmscale.training.checkpoints import saving, sharded_strategy
 from lmscale.training.checkpoints.resuming import find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
@@ -114,8 +117,9 @@ def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished) -> None:
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
         resolve(tiny_run("gpt", finished))
     older = str(sorted((finished / "checkpoints").iterdir())[0])
-    with pytest.raises(ValueError, match="`resume` must not be older than the run folder's checkpoints"):
-        find_checkpoint(tiny_run("gpt", finished, resume=older))
+    for resume in (older, {"path": str(finished), "weights_only": True}):  # which begins at step 0
+        with pytest.raises(ValueError, match="`resume` must not be older than the run folder's checkpoints"):
+            find_checkpoint(tiny_run("gpt", finished, resume=resume))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished, tmp_path) -> None:
@@ -228,9 +232,13 @@ def test_a_resumed_run_saves_a_validation_only_if_it_is_better_than_those_before
     assert found == {*best, 3, 5} and 4 not in found
 
 
-def test_checkpoints_are_saved_at_time_intervals(tmp_path) -> None:
-    train(tiny_run("gpt", tmp_path, checkpoint__save_every_minutes=1e-6, checkpoint__keep_last=None))
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == [f"step_{n}.ckpt" for n in (1, 2, 3)]
+def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
+    """Half a minute passes between two looks at the clock: at the start, after each step and after each save."""
+    clock = mock.Mock(wraps=time, monotonic=itertools.count(step=30).__next__)
+    monkeypatch.setattr(saving, "time", clock)
+    changes = {"trainer__max_steps": 5, "checkpoint__save_every_minutes": 0.75, "checkpoint__save_last": False}
+    train(tiny_run("gpt", tmp_path, checkpoint__keep_last=None, **changes))
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_2.ckpt", "step_4.ckpt"]
 
 
 def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:

@@ -43,7 +43,7 @@ def test_a_resume_keeps_earlier_rows_and_drops_later_and_truncated_ones(tmp_path
     first.resume_at(0)
     write(first, range(1, 8))
     with open(path, "a", encoding="utf-8") as file:
-        file.write("8,0.1")  # killed while writing a line
+        file.write("8,0.1\n9,0.1\n1")  # killed after the first digit of step 10
     second = MetricsFile(path)
     second.resume_at(4)
     write(second, range(5, 10))

@@ -170,7 +170,7 @@ def test_half_types_agree_over_the_stages(folder, precision) -> None:
     changes = {"precision__dtype": precision, "model__num_layers": 2, "micro_batch_size": 2, "trainer__max_steps": 20}
     changes["trainer__check_replicas_every_steps"] = 1
     if precision == "fp16":
-        changes |= {"precision": {"dtype": "fp16", "initial_loss_scale": 2.0**40, "hysteresis": 1}}
+        changes |= {"precision": {"dtype": "fp16", "initial_loss_scale": 2.0**24, "hysteresis": 1}}
         changes.pop("precision__dtype")
     for name, layout in (("one", (1, 1, 1)), ("stages", (1, 2, 1))):
         run = tiny_run("gpt", root / name, **changes, **of_layout(layout))
@@ -179,3 +179,4 @@ def test_half_types_agree_over_the_stages(folder, precision) -> None:
         assert row["num_skipped"] == other["num_skipped"]
         assert row["loss_scale"] == other["loss_scale"]
         assert abs(row["train/loss"] - other["train/loss"]) < 0.01 * row["train/loss"]
+    assert precision == "bf16" or 0 < row["num_skipped"] < 15  # some steps overflow, others do not
