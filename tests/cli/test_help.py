@@ -134,12 +134,3 @@ def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments) -> 
     stderr = process.stderr.read()
     assert process.wait(60) == 141
     assert not stderr
-
-
-@pytest.mark.parametrize(
-    ("model", "tp_size", "sizes"),
-    [("gpt_2.5b", 8, "1, 2, 4, 5, 10, 20"), ("bert_3.9b", 16, "1, 2, 4, 5, 8, 10, 20, 40")],
-)
-def test_a_tp_size_that_does_not_divide_the_model_is_answered_with_those_that_do(model, tp_size, sizes) -> None:
-    done = script("src/train.py", f"model={model}", "tokenizer=gpt2", f"parallel.tp_size={tp_size}")
-    assert done.stderr.endswith(f"; valid sizes: {sizes}\n")

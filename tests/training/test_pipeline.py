@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
 from lmscale.config.layout import ParallelConfig
 from lmscale.config.model import ModelConfig
+from lmscale.config.pretrain import RunConfig
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
 from lmscale.training.module import PretrainModule
@@ -63,21 +65,35 @@ def of_layout(layout: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("parallel__tp_size", "parallel__pp_size", "parallel__dp_size"), layout, strict=True))
 
 
-def train_both(root: Path, layout: tuple[int, int, int], name: str) -> tuple[Path, Path]:
-    """Train a case in one process and at its layout."""
-    architecture, changes = (CASES if name in CASES.get(layout, {}) else SLOW)[layout][name]
-    run_jobs([tiny_run(architecture, root / "one", **{"model__num_layers": 5} | changes)], 1)
-    run = tiny_run(architecture, root / "stages", **{"model__num_layers": 5} | changes | of_layout(layout))
-    run_jobs([run], layout[0] * layout[1] * layout[2])
-    return root / "one", root / "stages"
+def train_all(root: Path, cases: dict[tuple[int, int, int], dict[str, tuple[str, dict]]]) -> None:
+    """Train every case in one process and at its layout; the ranks are started once per world size."""
+    runs: dict[int, list[RunConfig]] = {}
+    for layout, name in ((layout, name) for layout, names in cases.items() for name in names):
+        architecture, changes = cases[layout][name]
+        for kind, sizes in (("one", {}), ("stages", of_layout(layout))):
+            run = tiny_run(architecture, root / name / kind, **{"model__num_layers": 5} | changes | sizes)
+            runs.setdefault(math.prod(sizes.values()), []).append(run)
+    for world_size, some in runs.items():
+        run_jobs(some, world_size)
+
+
+@pytest.fixture(scope="module")
+def quick(folder) -> Path:
+    train_all(folder / "quick", CASES)
+    return folder / "quick"
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] not in CASES.get(case[0], {}))) for case in ALL],
 )
-def test_a_run_over_stages_equals_that_of_one_process(folder, layout, name) -> None:
-    one, stages = train_both(folder / f"{layout}-{name}", layout, name)
+def test_a_run_over_stages_equals_that_of_one_process(request, folder, layout, name) -> None:
+    if name in CASES.get(layout, {}):
+        root = request.getfixturevalue("quick") / name
+    else:
+        train_all(folder, {layout: {name: SLOW[layout][name]}})
+        root = folder / name
+    one, stages = root / "one", root / "stages"
     rows = list(zip(read_rows(one), read_rows(stages), strict=True))
     assert rows
     for row, other in rows:
