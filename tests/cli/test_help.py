@@ -46,10 +46,15 @@ def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
     ("words", "printed"),
     [
         (("seed=3", "--cfg", "job", "trainer.max_steps=7"), "max_steps: 7"),
-        (("seed=3", "-c", "job", "trainer.max_steps=7", "--package", "trainer", "seed=4"), "max_steps: 7"),
         (("seed=3", "--config-dir", "docs", "trainer.max_steps=7", "--cfg=job", "seed=4"), "max_steps: 7"),
-        (("top=3", "-cn", "plan", "num_devices=7", "--cfg", "job"), "num_devices: 7"),
-        (("seed=3", "--info", "config"), "/conf/train"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (("seed=3", "-c", "job", "trainer.max_steps=7", "--package", "trainer", "seed=4"), "max_steps: 7"),
+                (("top=3", "-cn", "plan", "num_devices=7", "--cfg", "job"), "num_devices: 7"),
+                (("seed=3", "--info", "config"), "/conf/train"),
+            ]
+        ),
     ],
 )
 def test_options_of_hydra_may_stand_between_keys(words, printed) -> None:

@@ -32,14 +32,7 @@ CASES = {
         "bert-post-1-micro-batch": ("bert", {"model__norm_order": "post", "model__recompute": "full"}),
     },
     (1, 3, 1): {"gpt-uneven": ("gpt", {"micro_batch_size": 4, "global_batch_size": 12, **DROPOUT})},
-    (1, 4, 1): {"bert-3-micro-batches": ("bert", {"micro_batch_size": 2, "global_batch_size": 6})},
-    (2, 2, 1): {
-        "bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
-        "gpt-padded-heads": (
-            "gpt",
-            {"model__num_attention_heads": 3, "parallel__pad_heads": True, "micro_batch_size": 2},
-        ),
-    },
+    (2, 2, 1): {"bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE})},
     (1, 2, 2): {"gpt-zero1": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})},
 }
 SLOW = {
@@ -48,6 +41,13 @@ SLOW = {
         for order in ("pre", "deepnorm", "peri", "b2t", "mix")
     }
     | {"gpt-means": ("gpt", {"loss_reduction": "mean_of_means", "micro_batch_size": 2, "trainer__max_steps": 20})},
+    (1, 4, 1): {"bert-3-micro-batches": ("bert", {"micro_batch_size": 2, "global_batch_size": 6})},
+    (2, 2, 1): {
+        "gpt-padded-heads": (
+            "gpt",
+            {"model__num_attention_heads": 3, "parallel__pad_heads": True, "micro_batch_size": 2},
+        ),
+    },
     (2, 2, 2): {
         "gpt-all": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
         "bert-halves": ("bert", {"parallel__batch_halves": True, "micro_batch_size": 2, **DROPOUT}),
@@ -178,19 +178,21 @@ def test_a_copied_word_embedding_that_differs_ends_the_run(folder) -> None:
     run_jobs([run], 2, expected=REPLICAS_DIFFER, fault=_forget_the_weight)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_types_agree_over_the_stages(folder, precision) -> None:
     """The word embeddings of both stages have the same bits, and all stages skip a step that overflows."""
     root = folder / precision
-    changes = {"precision__dtype": precision, "model__num_layers": 2, "micro_batch_size": 2, "trainer__max_steps": 20}
+    changes = {"precision__dtype": precision, "model__num_layers": 2, "micro_batch_size": 2, "trainer__max_steps": 12}
     changes["trainer__check_replicas_every_steps"] = 1
     if precision == "fp16":
-        changes |= {"precision": {"dtype": "fp16", "initial_loss_scale": 2.0**40, "hysteresis": 1}}
+        changes |= {"precision": {"dtype": "fp16", "initial_loss_scale": 2.0**20, "hysteresis": 1}}
         changes.pop("precision__dtype")
     for name, layout in (("one", (1, 1, 1)), ("stages", (1, 2, 1))):
         run = tiny_run("gpt", root / name, **changes, **of_layout(layout))
         run_jobs([run], layout[1])
-    for row, other in zip(read_rows(root / "one"), read_rows(root / "stages"), strict=True):
+    rows = read_rows(root / "one")
+    assert (precision == "fp16") == (0 < rows[-1]["num_skipped"] < 12)
+    for row, other in zip(rows, read_rows(root / "stages"), strict=True):
         assert row["num_skipped"] == other["num_skipped"]
         assert row["loss_scale"] == other["loss_scale"]
         assert abs(row["train/loss"] - other["train/loss"]) < 0.01 * row["train/loss"]
