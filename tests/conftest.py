@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 for folder in (".", "corpus", "data", "cli", "training"):  # support modules: ranks, sharding, warm, corpora, runs
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
+import process_facts  # noqa: E402, F401
+
 import lmscale.cli.conf_files  # noqa: E402, F401  the resolvers of conf/, for tests that compose it
 
 
@@ -42,8 +44,8 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than the cores, since tests wait for processes that they have started."""
-    return (os.cpu_count() or 1) + 1
+    """One per core: each imports the large libraries and collects all tests, 30 s of processor time."""
+    return os.cpu_count() or 1
 
 
 @pytest.fixture(autouse=True)

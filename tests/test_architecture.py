@@ -71,9 +71,3 @@ def test_every_recipe_names_files_that_exist_and_a_test_that_exists() -> None:
         assert proofs, recipe
         for path, name in proofs:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
-
-
-def test_every_link_leads_to_a_file() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", DOCUMENT):
-        if not link.startswith("http"):
-            assert (ROOT / "docs" / link).exists(), link

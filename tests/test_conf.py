@@ -37,7 +37,7 @@ GROUPS = choices_in(CONF)  # shared by entry points
 OWN_GROUPS = {entry_point: choices_in(CONF / entry_point) for entry_point in OF_ONE_ENTRY_POINT}
 TRAIN_GROUPS = ["model", "data", "tokenizer", "parallel", "optimizer", "schedule", "trainer", "precision"]
 TRAIN_GROUPS += ["checkpoint", "logger", "recipe"]
-CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group]]
+CHOICES = [(group, choice) for group in TRAIN_GROUPS for choice in GROUPS[group] if group != "recipe"]  # a model's own
 CHOICES += [("fidelity", choice) for choice in OWN_GROUPS["train"]["fidelity"]]
 PREPARE_CHOICES = [("tokenizer", choice) for choice in GROUPS["tokenizer"]]
 PREPARE_CHOICES += [(group, choice) for group, choices in OWN_GROUPS["prepare_data"].items() for choice in choices]

@@ -43,16 +43,6 @@ def test_conda_and_pip_require_the_same_versions() -> None:
     assert conda == expected
 
 
-def test_torch_is_pinned_to_the_tested_versions() -> None:
-    assert conda_requirements()["pytorch-gpu"] == ">=2.11,<2.14"
-
-
-def test_lm_eval_has_its_own_extra() -> None:
-    extras = read_pyproject()["optional-dependencies"]
-    assert [split_requirement(line)[0] for line in extras["lm_eval"]] == ["lm_eval"]
-    assert not any("lm_eval" in line for line in extras["dev"])
-
-
 def test_apex_comes_from_conda_forge_and_never_from_pip() -> None:
     assert "nvidia-apex" in conda_requirements() and "apex" not in conda_requirements()
     project = read_pyproject()

@@ -22,7 +22,7 @@ import pytest
 import torch
 import xxhash
 from corpora import write_dataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -307,7 +307,7 @@ def test_a_reader_that_checks_less_is_found(monkeypatch, tmp_path) -> None:
     (tmp_path / "valid").mkdir()
     write_checkpoint(tmp_path / "valid")
 
-    @settings(deadline=MAX_TIME, derandomize=True, database=None, max_examples=300)
+    @settings(deadline=MAX_TIME, derandomize=True, database=None, max_examples=300, phases=[Phase.generate])
     @given(changes=CHANGES)
     def search(changes: list[tuple]) -> None:
         try_changes((tmp_path / "valid", read_checkpoint), changes)

@@ -26,16 +26,23 @@ from pathlib import Path
 from typing import Any
 
 _LIBRARIES = (
+    "tests.process_facts",
     "datasets",
     "hydra",
     "hypothesis",
     "lightning.pytorch",
     "pandas",
     "pytest",
+    "seaborn",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.elastic.multiprocessing.errors",
-    "transformers",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "lmscale.checkpoint.hf_conversion",
+    "lmscale.corpus.cleaning",
+    "lmscale.corpus.running",
+    "lmscale.finetune.finetuning",
     "lmscale.training.pretrain",
 )
 

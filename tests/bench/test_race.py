@@ -7,6 +7,7 @@ import pytest
 import torch
 import warm
 from entry_points import REPOSITORY, environment, refuse
+from sharding import compiler
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.peers.batches import make_batches
@@ -74,13 +75,32 @@ def values_of(record: dict) -> dict[str, float]:
     return {name: entry["value"] for name, entry in record["metrics"].items()}
 
 
-@pytest.mark.parametrize("architecture, peers", [("gpt", ["hf_eager", "hf_compiled"]), ("bert", ["hf_eager"])])
+@pytest.mark.parametrize(
+    "architecture, peers",
+    [
+        ("gpt", ["hf_eager"]),
+        ("bert", ["hf_eager"]),
+        pytest.param("gpt", ["hf_eager", "hf_compiled"], marks=pytest.mark.slow),
+    ],
+)
 def test_all_train_on_the_same_batches_with_the_same_losses(architecture: str, peers: list[str]) -> None:
     found = values_of(race(bench_of(architecture, peers=peers, max_loss_difference=5e-4)))
     for peer in peers:
         assert found[f"{peer}/loss"] == pytest.approx(found["ours/loss"], rel=1e-4)
         assert found[f"{peer}/ratio"] == pytest.approx(found[f"{peer}/step"] / found["ours/step"])
     assert found["ours/step_least"] <= found["ours/step_p10"] <= found["ours/step"] <= found["ours/step_p90"]
+
+
+def test_a_compiled_peer_is_compiled_and_has_the_loss_of_the_eager_one() -> None:
+    """With another backend; Inductor takes 20 s to generate code."""
+    bench = bench_of()
+    batch = make_batches(bench.transformer_config(), bench, 1, CPU)[0]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with compiler("eager"):
+        losses = [float(make_contender(name, bench, CPU).step(batch, 0)) for name in ("hf_eager", "hf_compiled")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
 def test_bf16_stays_within_the_bound_of_losses() -> None:

@@ -345,7 +345,7 @@ def quick(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_crash_at_a_sampled_operation_loses_nothing(tmp_path, name: str) -> None:
-    enumerate_crashes(SCENARIOS[name], tmp_path, every=9, offset=len(name))
+    enumerate_crashes(SCENARIOS[name], tmp_path, every=15, offset=len(name))
 
 
 @pytest.mark.slow

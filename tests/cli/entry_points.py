@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import warm
+from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
@@ -59,6 +60,13 @@ def refuse(script: str | Path, *overrides: str, cwd: Path = REPOSITORY, **change
     Output of libraries that keep their own reference to standard error is not captured.
     """
     out, err, handlers, code = io.StringIO(), io.StringIO(), logging.root.handlers[:], 0
+    find_mode = Hydra.get_mode
+
+    def mode_of(self: Hydra, config_name: str | None, overrides: list[str]) -> object:
+        """Hydra composes everything twice, first only to find `hydra.mode`, which few choices set."""
+        sets_mode = any(word.startswith(("sweep=", "experiment=", "hydra.mode=")) for word in overrides)
+        return find_mode(self, config_name, overrides) if sets_mode else None
+
     with (
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(out),
@@ -68,6 +76,7 @@ def refuse(script: str | Path, *overrides: str, cwd: Path = REPOSITORY, **change
         mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
         mock.patch.object(hydra_main, "_task_is_running", False),
         mock.patch.object(literal, "_texts", {}),
+        mock.patch.object(Hydra, "get_mode", mode_of),
     ):
         try:
             runpy.run_path(str(script), run_name="__main__")

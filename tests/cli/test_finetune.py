@@ -112,12 +112,13 @@ def test_a_stopped_sweep_continues_with_the_same_command(places) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished before, nothing to do; record: ") == 1 and second.is_file()
     assert first.read_bytes() == kept
-    refused = run_script(*command, "optimizer.lr=1e-3")
+    script = REPOSITORY / "finetune" / "run.py"
+    refused = refuse(script, *command[1:], "optimizer.lr=1e-3")
     assert refused.returncode == 2 and first.read_bytes() == kept, refused.stderr
     assert "job 0 of the sweep" in refused.stderr
     assert "must be a folder without the record of another run" in refused.stderr
     shutil.rmtree(next((sweep / "0" / "checkpoints").glob("step_*.ckpt")))  # its save had failed
-    assert "must be a folder without the record of another run" in run_script(*command).stderr
+    assert "must be a folder without the record of another run" in refuse(script, *command[1:]).stderr
 
 
 def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
@@ -136,12 +137,12 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     ckpt, cache = overrides[1], overrides[4]
     own = ("--config-dir", str(tmp_path), "task=rte", ckpt, cache, *SMALL, "trainer.save=false")
     forms = {
-        "tsv": ("task.columns.id=index", "parallel.tp_size=2"),
-        "jsonl": ("task.columns.id=null", "task.columns.second=null"),
+        "tsv": (("task.columns.id=index", "parallel.tp_size=2"), (1,)),
+        "jsonl": (("task.columns.id=null", "task.columns.second=null"), (1, 2)),
     }
-    for form, changes in forms.items():
+    for form, (changes, seeds) in forms.items():
         data = (f"task.train={tmp_path}/rte.{form}", f"task.validation.dev={tmp_path}/rte.{form}")
-        for seed in (1, 2):
+        for seed in seeds:
             run = tmp_path / form / str(seed)
             done = run_script("run.py", *own, *data, *changes, f"seed={seed}", f"hydra.run.dir={run}")
             assert done.returncode == 0, done.stderr
@@ -152,12 +153,12 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
             assert [name for name, _ in predicted] == [str(n) for n in range(20)]
             right = sum(label == row[3] for (_, label), row in zip(predicted, rows, strict=True))
             assert record["metrics"]["rte/accuracy"]["value"] == pytest.approx(100 * right / 20)
-        found = run_script("median.py", str(tmp_path / form))
-        assert found.returncode == 0 and "of 2:" in found.stdout, found.stderr
-        members = [str(tmp_path / form / str(seed)) for seed in (1, 2)]
-        combined = run_script("ensemble.py", *members, "--out", str(tmp_path / f"{form}_two"))
-        assert combined.returncode == 0, combined.stderr
-        assert len((tmp_path / f"{form}_two/dev/rte.tsv").read_text().splitlines()) == 21
+    found = run_script("median.py", str(tmp_path / "jsonl"))
+    assert found.returncode == 0 and "of 2:" in found.stdout, found.stderr
+    members = [str(tmp_path / "jsonl" / str(seed)) for seed in (1, 2)]
+    combined = run_script("ensemble.py", *members, "--out", str(tmp_path / "two"))
+    assert combined.returncode == 0, combined.stderr
+    assert len((tmp_path / "two/dev/rte.tsv").read_text().splitlines()) == 21
 
 
 def test_a_task_without_a_file_is_answered_by_how_to_give_one(tmp_path) -> None:

@@ -46,10 +46,15 @@ def test_an_option_that_is_none_gets_one_line_of_ours(option, message) -> None:
     ("words", "printed"),
     [
         (("seed=3", "--cfg", "job", "trainer.max_steps=7"), "max_steps: 7"),
-        (("seed=3", "-c", "job", "trainer.max_steps=7", "--package", "trainer", "seed=4"), "max_steps: 7"),
         (("seed=3", "--config-dir", "docs", "trainer.max_steps=7", "--cfg=job", "seed=4"), "max_steps: 7"),
-        (("top=3", "-cn", "plan", "num_devices=7", "--cfg", "job"), "num_devices: 7"),
-        (("seed=3", "--info", "config"), "/conf/train"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (("seed=3", "-c", "job", "trainer.max_steps=7", "--package", "trainer", "seed=4"), "max_steps: 7"),
+                (("top=3", "-cn", "plan", "num_devices=7", "--cfg", "job"), "num_devices: 7"),
+                (("seed=3", "--info", "config"), "/conf/train"),
+            ]
+        ),
     ],
 )
 def test_options_of_hydra_may_stand_between_keys(words, printed) -> None:
@@ -134,12 +139,3 @@ def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments) -> 
     stderr = process.stderr.read()
     assert process.wait(60) == 141
     assert not stderr
-
-
-@pytest.mark.parametrize(
-    ("model", "tp_size", "sizes"),
-    [("gpt_2.5b", 8, "1, 2, 4, 5, 10, 20"), ("bert_3.9b", 16, "1, 2, 4, 5, 8, 10, 20, 40")],
-)
-def test_a_tp_size_that_does_not_divide_the_model_is_answered_with_those_that_do(model, tp_size, sizes) -> None:
-    done = script("src/train.py", f"model={model}", "tokenizer=gpt2", f"parallel.tp_size={tp_size}")
-    assert done.stderr.endswith(f"; valid sizes: {sizes}\n")

@@ -63,9 +63,20 @@ def two_cores(monkeypatch) -> None:
         monkeypatch.setattr(module, "count_devices", lambda is_gpu: 2)
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> bytes:
+    """The record of the four layouts of two cores."""
+    path = tmp_path_factory.mktemp("measured") / "layouts.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "count_devices", lambda is_gpu: 2)
+        patch.setattr(measured_layout, "count_devices", lambda is_gpu: 2)
+        measuring.measure_layouts(question(path), trainer())
+    return path.read_bytes()
+
+
 @pytest.fixture
-def record(tmp_path, two_cores) -> Path:
-    measuring.measure_layouts(question(tmp_path / "layouts.json"), trainer())
+def record(tmp_path, two_cores, measured) -> Path:
+    (tmp_path / "layouts.json").write_bytes(measured)
     return tmp_path / "layouts.json"
 
 

@@ -173,7 +173,8 @@ def test_a_search_names_the_limits_of_its_best_layout_and_what_is_faster() -> No
         "the batch of 512 is not a multiple of dp_size 40, 20, 10, which excludes tp_size 1, 2, 4; "
         "the tensor groups of tp_size 5 cross nodes of 8 devices"
     )
-    speed = planned(*job, "num_devices=32")["fitting"][0]["tokens_per_s"]
+    on_32 = planned(*job, "num_devices=32")
+    speed = on_32["fitting"][0]["tokens_per_s"]
     first, *others = faster.split(", ")
     assert first == f"num_devices=32 ({speed:,.0f} tokens/s)"
     assert [other.split(" ")[0] for other in others] == [
@@ -184,7 +185,7 @@ def test_a_search_names_the_limits_of_its_best_layout_and_what_is_faster() -> No
     assert refusal(*job, "num_devices=48").endswith(
         "a layout fits with num_devices=32, num_devices=64, global_batch_size=480, global_batch_size=528"
     ), "40 devices only have tensor groups that cross nodes"
-    assert planned(*job, "num_devices=32")["notes"] == []
+    assert on_32["notes"] == []
 
 
 @pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])

@@ -13,9 +13,11 @@ import pytest
 from entry_points import REPOSITORY, TINY, environment, train
 from preparing import SMALL, digests, edited, manifest_of, passages, prepare, read_documents, write_lines
 
+from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.corpus.collecting import document_key
 from lmscale.corpus.tokenizing import split_of
 from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.prepare import prepare_corpus
 
 FRENCH = (
     "Les élèves de cette école ont visité le musée de la ville avec leurs professeurs pendant toute la journée. " * 9
@@ -157,9 +159,8 @@ def test_bert_gets_sentences(options, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     dataset = IndexedDataset(output / "local_train_text_sentence")
     assert dataset.num_documents < len(dataset) and np.all(np.asarray(dataset.sizes) <= 128)
-    small = [o for o in TINY if not o.startswith("tokenizer")]
-    run = train(*small, "model=bert_tiny", "data=indexed", f"data.path={output}", f"hydra.run.dir={tmp_path}/run")
-    assert run.returncode == 0, run.stderr
+    config, tokenizer = DataConfig("indexed", 32, str(output), cache_dir=str(tmp_path)), TokenizerConfig("trained")
+    assert prepare_corpus(config, tokenizer, "bert", None).manifest  # as a training reads it
 
 
 def test_a_finished_or_unrelated_output_folder_is_refused(prepared, options, tmp_path) -> None:

@@ -57,7 +57,13 @@ BAD_CONTENT = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_CONTENT)
+# The readers of formats have tests of their own, in tests/corpus.
+READERS = ("no text field", "truncated gzip", "truncated zstd", "corrupt parquet")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in READERS)) for name in BAD_CONTENT]
+)
 def test_bad_content_is_named_and_the_output_is_not_complete(name, tmp_path) -> None:
     file, content, more, message = BAD_CONTENT[name]
     (tmp_path / file).write_bytes(content)

@@ -80,20 +80,6 @@ def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
     assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_run(tmp_path) -> None:
-    whole = run(tmp_path / "whole", "trainer.max_steps=5")
-    run(tmp_path / "parts", "trainer.max_steps=5", "trainer.stop_after_steps=2")
-    assert run(tmp_path / "parts", "trainer.max_steps=5", "resume=auto") == whole
-
-
-def test_a_checkpoint_of_another_model_is_refused_with_every_difference(plain) -> None:
-    done = train(
-        *TINY, "model.norm_order=post", "model.num_layers=2", f"resume={plain[0]}", f"hydra.run.dir={plain[0]}/x"
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "norm_order is 'post' here and 'pre' there; num_layers is 2 here and 1 there" in done.stderr
-
-
 def test_tp_size_auto_takes_one_rank_if_the_model_fits(tmp_path) -> None:
     done = train(*TINY, "parallel.tp_size=auto", f"hydra.run.dir={tmp_path}")
     assert done.returncode == 0 and "; tp_size=auto: the smallest that fits, not the fastest; " in done.stdout
@@ -145,14 +131,6 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
         "cosine" if policy == "keep" else "constant"
     )
     assert f"schedule: {config['schedule']['decay']} (paper) over" in done.stdout
-
-
-def test_a_run_resumes_at_another_layout_with_each_step_once(plain, tmp_path) -> None:
-    longer = ("model.attention=exact", "trainer.max_steps=3")
-    run(tmp_path, *longer, "trainer.stop_after_steps=2", "parallel.tp_size=2", "parallel.dp_size=1")
-    done = train(*TINY, *longer, "parallel.tp_size=1", f"hydra.run.dir={tmp_path}", "resume=auto")
-    assert "layout: changed from the checkpoint's 1 data x 2 tensor to 1 data x 1 tensor\n" in done.stdout, done.stderr
-    assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 
 
 def children_of(process: subprocess.Popen) -> list[int]:

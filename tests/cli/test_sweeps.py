@@ -9,7 +9,6 @@ import matplotlib.pyplot as plt
 import pytest
 from entry_points import REPOSITORY, TINY, refuse, slurm_task, train
 from omegaconf import OmegaConf
-from test_runs import losses
 
 from lmscale.cli.sweep_summary import SweepSummary
 
@@ -20,20 +19,37 @@ VALIDATED = {  # the part of a configuration that names the validation set
 }
 
 
-def test_a_sweep_over_layouts_and_norm_orders_makes_four_runs(tmp_path) -> None:
-    sweep = ("-m", "parallel.tp_size=1,2", "model.norm_order=pre,post", f"hydra.sweep.dir={tmp_path}")
-    done = train(*sweep, *TINY)
+def test_a_sweep_over_layouts_and_rates_makes_four_runs_a_table_best_first_and_a_figure(tmp_path) -> None:
+    sweep = ("-m", "parallel.tp_size=1,2", "optimizer.lr=1e-5,1e-2", f"hydra.sweep.dir={tmp_path}")
+    done = train(*sweep, *TINY, "schedule.min_lr=0")
     assert done.returncode == 0, done.stderr
     records = [json.loads((tmp_path / str(i) / "record.json").read_text()) for i in range(4)]
-    cells = {(r["layout"]["tp_size"], r["config"]["model"]["norm_order"]) for r in records}
-    assert cells == {(1, "pre"), (1, "post"), (2, "pre"), (2, "post")}
-    values = [losses(tmp_path / str(i))[-1] for i in range(4)]
-    assert values[0] != values[1]
-    assert abs(values[0] - values[1]) > 1e-4
+    grid = [(tp_size, lr) for tp_size in (1, 2) for lr in ("1e-05", "0.01")]
+    assert [(r["layout"]["tp_size"], str(r["config"]["optimizer"]["lr"])) for r in records] == grid
     stored = [json.loads((tmp_path / str(i) / "config.json").read_text())["overrides"] for i in range(4)]
     assert [o[:2] for o in stored] == [
-        [f"parallel.tp_size={tp_size}", f"model.norm_order={order}"] for tp_size in (1, 2) for order in ("pre", "post")
+        [f"parallel.tp_size={tp_size}", f"optimizer.lr={lr}"] for tp_size in (1, 2) for lr in ("1e-05", "0.01")
     ]
+    losses = [r["metrics"]["val/loss"]["value"] for r in records]
+    assert max(losses[1], losses[3]) < min(losses[0], losses[2])
+    best_first = sorted(range(4), key=losses.__getitem__)
+    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {
+            "val/loss": str(losses[i]),
+            "run": str(i),
+            "parallel.tp_size": str(grid[i][0]),
+            "optimizer.lr": grid[i][1],
+        }
+        for i in best_first
+    ]
+    table = done.stdout[done.stdout.index("4 runs, best val/loss first") :].splitlines()
+    assert [line.split()[:2] for line in table[1:6]] == [
+        ["val/loss", "run"],
+        *([f"{losses[i]:.4f}", str(i)] for i in best_first),
+    ]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
@@ -136,26 +152,6 @@ def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:
     assert done.returncode == 2
     expected = f"error: job 0 of the sweep (data=local data.path={tmp_path}/short.txt): a corpus without"
     assert done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1
-
-
-def test_a_sweep_ends_with_a_table_best_first_and_a_figure(tmp_path) -> None:
-    done = train("-m", *TINY, "optimizer.lr=1e-5,1e-2", f"hydra.sweep.dir={tmp_path}", "schedule.min_lr=0")
-    assert done.returncode == 0, done.stderr
-    losses = [json.loads((tmp_path / n / "record.json").read_text())["metrics"]["val/loss"]["value"] for n in "01"]
-    assert losses[1] < losses[0]
-    with open(tmp_path / "sweep.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert rows == [
-        {"val/loss": str(losses[1]), "run": "1", "optimizer.lr": "0.01"},
-        {"val/loss": str(losses[0]), "run": "0", "optimizer.lr": "1e-05"},
-    ]
-    table = done.stdout[done.stdout.index("2 runs, best val/loss first") :].splitlines()
-    assert [line.split() for line in table[1:4]] == [
-        ["val/loss", "run", "optimizer.lr"],
-        [f"{losses[1]:.4f}", "1", "0.01"],
-        [f"{losses[0]:.4f}", "0", "1e-05"],
-    ]
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> None:

@@ -65,8 +65,8 @@ def test_real_text_is_repaired_as_by_ftfy(shared_data) -> None:
 def test_every_character_is_repaired_as_by_ftfy() -> None:
     letters = [chr(i) for i in range(0x3000)] + [chr(i) for i in range(0x3000, 0x110000, 97)]
     letters += [chr(i) for i in range(0xD7F0, 0xE010)] + [chr(i) for i in range(0xF8F0, 0x10000)]
-    for pattern in ("a{0}b", "{0}", "Ã{0} “{0}”"):
-        text = "\n".join(pattern.format(letter) for letter in letters)
+    for pattern, some in (("a{0}b", letters), ("{0}", letters[::4]), ("Ã{0} “{0}”", letters[::4])):
+        text = "\n".join(pattern.format(letter) for letter in some)
         assert repair_text(text) == ftfy.fix_text(text)
 
 
@@ -191,7 +191,7 @@ def test_the_length_shortcut_agrees_with_tokenization(tokenizer_files, name) -> 
     @given(st.text(alphabet=ODD_WORDS, max_size=40) | st.text(max_size=20))
     @example("the the the the the the the the")
     @example("a\x0bb a\x1cb \u0301 \u200b !\x1c! 1\u0301 2")
-    @settings(max_examples=250, deadline=None)
+    @settings(max_examples=100, deadline=None)
     def check(text: str) -> None:
         # The reader has replaced surrogates.
         text = text.encode("utf-8", "replace").decode()
@@ -202,7 +202,7 @@ def test_the_length_shortcut_agrees_with_tokenization(tokenizer_files, name) -> 
     check()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("bert", marks=pytest.mark.slow)])
 def test_real_documents_near_the_threshold_are_tokenized(tokenizer_files, shared_data, name) -> None:
     tokenizer = read_tokenizer(tokenizer_files[name])
     lines = (shared_data / "lambada" / "lambada_test.shared.jsonl").read_text("utf-8").splitlines()
@@ -240,10 +240,10 @@ def test_a_tokenizer_with_truncation_or_padding_counts_whole_texts(tokenizer_fil
 
 def test_a_long_line_without_spaces_is_not_tokenized(tokenizer_files) -> None:
     start = time.process_time()
-    assert token_test(128, tokenizer_files["gpt2"])("x" * 50_000_000)
-    assert token_test(128, None)("word. " * 10_000_000)
-    assert not token_test(128, None)("x" * 50_000_000)
-    assert time.process_time() - start < 5.0  # tokenizing the first would take minutes
+    assert token_test(128, tokenizer_files["gpt2"])("x" * 10_000_000)
+    assert token_test(128, None)("word. " * 2_000_000)
+    assert not token_test(128, None)("x" * 10_000_000)
+    assert time.process_time() - start < 3.0  # tokenizing the first would take minutes
 
 
 def test_without_a_tokenizer_words_and_punctuation_are_counted() -> None:

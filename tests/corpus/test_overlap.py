@@ -109,7 +109,7 @@ def test_overlap_counts_positions_and_combines_shards() -> None:
 
 
 def test_overlap_on_real_text_equals_that_of_python_sets(shared_data) -> None:
-    train, dev = race_articles(shared_data, "train")[::10], race_articles(shared_data, "dev")
+    train, dev = race_articles(shared_data, "train")[::30], race_articles(shared_data, "dev")
     held = {ngram for text in train for ngram in plain_ngrams(text, 8)}
     wanted = [ngram for text in dev for ngram in plain_ngrams(text, 8)]
     index = EvaluationIndex({"race_dev": dev}, 8)
@@ -122,7 +122,7 @@ def test_overlap_on_real_text_equals_that_of_python_sets(shared_data) -> None:
 
 
 def test_contaminated_real_documents_equal_those_of_python_sets(shared_data) -> None:
-    train, dev = race_articles(shared_data, "train")[:6_000], race_articles(shared_data, "dev")
+    train, dev = race_articles(shared_data, "train")[:3_000], race_articles(shared_data, "dev")
     wanted = [set(plain_ngrams(text, 8)) for text in dev]
     items_of: dict[tuple, list[int]] = {}
     for item, ngrams in enumerate(wanted):
@@ -134,7 +134,7 @@ def test_contaminated_real_documents_equal_those_of_python_sets(shared_data) -> 
         shares = {item: hits.count(item) / len(wanted[item]) for item in sorted(set(hits))}
         expected += [(document, item, share) for item, share in shares.items() if share >= 0.5]
     assert found_by(EvaluationIndex({"race_dev": dev}, 8), train, 0.5) == expected
-    assert len(expected) > 25
+    assert len(expected) > 10
 
 
 def test_an_empty_index_finds_nothing() -> None:
@@ -147,11 +147,11 @@ def test_an_empty_index_finds_nothing() -> None:
     assert found_by(EvaluationIndex({"set": ["a b c"]}, 3), [], 0.5) == []
 
 
-def test_a_phrase_shared_by_100_000_items_takes_bounded_time() -> None:
+def test_a_phrase_shared_by_30_000_items_takes_bounded_time() -> None:
     phrase = "the following is a question with several choices"
-    items = [f"{phrase} {k} x{k} y{k} z{k} u{k} v{k} w{k} q{k} r{k}" for k in range(100_000)]
+    items = [f"{phrase} {k} x{k} y{k} z{k} u{k} v{k} w{k} q{k} r{k}" for k in range(30_000)]
     index = EvaluationIndex({"set": items}, 8)
     documents = [f"before {phrase} after {k}" for k in range(100)] + [items[777]]
     started = time.perf_counter()
     assert found_by(index, documents, 0.5) == [(100, 777, 1.0)]
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 3

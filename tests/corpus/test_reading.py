@@ -108,8 +108,8 @@ def test_every_post_of_the_newsgroups_is_read_and_the_42_that_are_not_utf8_are_c
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.gz", "a.tar.gz", "a.parquet"])
 def test_a_large_file_is_streamed(folder, name) -> None:
-    generator, count = random.Random(1), 1000
-    texts = [generator.randbytes(10_000).hex() for _ in range(count)]  # 20 MB
+    generator, count = random.Random(1), 500
+    texts = [generator.randbytes(10_000).hex() for _ in range(count)]  # 10 MB
     if name.endswith(".parquet"):
         # Pages of 16 rows: a page is the smallest readable unit.
         pq.write_table(pa.table({"text": texts}), folder / name, use_dictionary=False, write_batch_size=16)

@@ -95,8 +95,9 @@ def test_losses_and_scores_do_not_depend_on_the_layout(tmp_path, ckpt) -> None:
             hidden_dropout=0.1,  # not in the attention, whose mask depends on the length of the batch
             **changes,
         )
-        for name in ("mnli", "race", "squad_v1")
+        for name, some in (("mnli", ("here", "tp", "dp")), ("race", ("here", "tp")), ("squad_v1", ("here", "dp")))
         for layout, changes in layouts.items()
+        if layout in some
     }
     for (_, layout), run in runs.items():
         if layout == "here":

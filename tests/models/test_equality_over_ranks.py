@@ -87,8 +87,8 @@ LAYOUTS = {  # tp_size, sequence_parallel, batch_halves
     "tp2 sequence halves": (2, True, True),
     "tp4 sequence halves": (4, True, True),
 }
-CASES = [("tp2", ALL), ("tp4", PAIRS), ("tp2 sequence", PAIRS), ("tp2 halves", PAIRS), ("tp2 sequence halves", PAIRS)]
-SLOW = [(layout, ALL) for layout in LAYOUTS if layout != "tp2"]
+CASES = [(layout, PAIRS) for layout in ("tp2", "tp4", "tp2 sequence", "tp2 halves", "tp2 sequence halves")]
+SLOW = [(layout, ALL) for layout in LAYOUTS]
 
 
 @pytest.fixture(

@@ -215,22 +215,30 @@ LAYOUTS = {
 }
 
 
-def _differences(rank: int) -> dict[str, dict[str, float]]:
+QUICK = ("sequence", "full", "halves")
+
+
+def _differences(rank: int, cases: list[str]) -> dict[str, dict[str, float]]:
     found = {}
-    for name, (case, (model, layout)) in itertools.product(LATER, LAYOUTS.items()):
+    for name, case in itertools.product(LATER, cases):
+        model, layout = LAYOUTS[case]
         context = dataclasses.replace(make_context(tp_size=2), **layout)
         batch_size = 4 if layout.get("batch_halves") else 5
         found[f"{name}, {case}"] = differences_from_plain(config_of(name, **model), context, batch_size)
     return found
 
 
-def test_two_tensor_ranks_equal_one_process() -> None:
-    for found in run_ranks(_differences, 2):
+@pytest.mark.parametrize(
+    "cases", [QUICK, pytest.param([*LAYOUTS.keys() - set(QUICK)], marks=pytest.mark.slow)], ids=["quick", "others"]
+)
+def test_two_tensor_ranks_equal_one_process(cases: list[str]) -> None:
+    for found in run_ranks(_differences, 2, cases):
         for case, differences in found.items():
             assert max(differences.values()) < 1e-12, (case, differences)
 
 
-def test_a_run_that_changes_its_layout_half_way_is_the_run_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("peri", "mix"), pytest.param(("deepnorm", "b2t"), marks=pytest.mark.slow)])
+def test_a_run_that_changes_its_layout_half_way_is_the_run_of_one_process(tmp_path: Path, names: tuple) -> None:
     """Two steps on two tensor ranks with sequence parallelism, saved, and the third on one."""
     lengths = {"data__seq_length": 32, "model__max_position_embeddings": 32, "model__num_layers": LAYERS}
 
@@ -238,9 +246,9 @@ def test_a_run_that_changes_its_layout_half_way_is_the_run_of_one_process(tmp_pa
         return tiny_run("bert", tmp_path / name / folder, model__norm_order=name, **lengths, **changes)
 
     cut = {"parallel": {"tp_size": 2, "dp_size": 1, "sequence_parallel": True}, "trainer__stop_after_steps": 2}
-    run_jobs([run(name, "part", **cut) for name in LATER], 2)
-    run_jobs([run(name, folder, resume="auto") for name in LATER for folder in ("part", "whole")], 1)
-    for name in LATER:
+    run_jobs([run(name, "part", **cut) for name in names], 2)
+    run_jobs([run(name, folder, resume="auto") for name in names for folder in ("part", "whole")], 1)
+    for name in names:
         part, whole = (read_rows(tmp_path / name / folder) for folder in ("part", "whole"))
         assert [row["step"] for row in part] == [1, 2, 3]
         for column in ("train/loss", "grad_norm"):

@@ -53,7 +53,10 @@ def _compare(rank: int, tp_size: int, configs: list[TransformerConfig]) -> list[
     return found
 
 
-@pytest.mark.parametrize(("tp_size", "heads"), [*SPLITS, pytest.param(4, 7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp_size", "heads"),
+    [*SPLITS[:2], *(pytest.param(*split, marks=pytest.mark.slow) for split in (*SPLITS[2:], (4, 7)))],
+)
 def test_loss_gradients_and_norm_equal_those_of_one_process(tp_size: int, heads: int) -> None:
     """The gradients of dummy heads too: they are compared with zeros."""
     configs = [

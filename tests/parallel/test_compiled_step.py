@@ -32,7 +32,7 @@ def last_of_four(request) -> Iterator[ParallelContext]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("hidden_dropout", [0.0, 0.1])
+@pytest.mark.parametrize("hidden_dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_a_compiled_layer_is_recomputed_to_its_end(last_of_four, hidden_dropout: float) -> None:
     """Without dropout an eager one is not: torch's checkpoint stops before the last collective."""
     sizes = {"num_layers": 1, "hidden_dropout": hidden_dropout, "max_position_embeddings": 16, "recompute": "full"}

@@ -133,8 +133,8 @@ def _compiled_against_eager(rank: int, backend: str, sequence_parallel: bool, ba
 @pytest.mark.parametrize(
     ("sequence_parallel", "batch_halves"),
     [
-        (False, False),
         (True, True),
+        pytest.param(False, False, marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
     ],

@@ -74,7 +74,7 @@ def _reduce_often(rank: int, size: int, channel: SharedMemoryChannel) -> None:
         assert (total == number * size * (size + 1) // 2).all()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_results_equal_their_definitions_and_gloo(size: int) -> None:
     run_ranks(_compare, size)
 
@@ -133,7 +133,8 @@ def _miss_each_other(rank: int, folder: str) -> None:
 
 
 def test_a_missing_rank_raises_with_its_number_and_leaves_no_files(tmp_path) -> None:
-    processes = mp.spawn(_miss_each_other, (str(tmp_path),), nprocs=2, join=False).processes
+    started = mp.start_processes(_miss_each_other, (str(tmp_path),), 2, join=False, start_method="forkserver")
+    processes = started.processes
     for process in processes:
         process.join(timeout=120)
         process.kill()
@@ -183,7 +184,7 @@ def _open_without_memory(rank: int) -> None:
     assert open_channel(dist.group.WORLD, MINUTE) is not None
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_is_compiled_without_a_graph_break(sequence_parallel: bool) -> None:
     torch.compiler.reset()  # other tests have used up the limit of graphs per function
     # One of two ranks; the other contributes zeros without waiting.

@@ -38,7 +38,7 @@ PAPER = {
     "table 4, 1.3B": ("bert_1.3b", 32, 2, 128),
     "table 4, 3.9B": ("bert_3.9b", 40, 4, 128),
 }
-SHORT = ["table 2, 355M", "table 4, 336M"]
+SHORT = ["table 2, 8.3B", "table 4, 3.9B"]  # with three of their layers
 
 
 KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
@@ -65,10 +65,13 @@ def assert_equal_to_trace(config: TransformerConfig, layout: Layout, b: int, s: 
     assert predicted == Counter((c.kind, c.group, c.phase, c.num_bytes) for c in report.collectives)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.slow]) for n in PAPER])
-def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [*((n, {"num_layers": 3}) for n in SHORT), *(pytest.param(n, {}, marks=pytest.mark.slow) for n in PAPER)],
+)
+def test_the_formulas_equal_the_trace_of_every_paper_configuration(name: str, sizes: dict[str, int]) -> None:
     model, heads, tp_size, dp_size = PAPER[name]
-    config = paper_model(model, num_attention_heads=heads, recompute="full")
+    config = paper_model(model, num_attention_heads=heads, recompute="full", **sizes)
     seq_length = config.max_position_embeddings
     assert_equal_to_trace(config, Layout(tp_size=tp_size, dp_size=dp_size), 8, seq_length, "bf16")
 
@@ -94,11 +97,9 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
     )
     for tp_size in (1, 2):
         assert_equal_to_trace(config, Layout(tp_size=tp_size, dp_size=3), 5, 13, "fp64")
-    assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, sequence_parallel=True), 5, 12, "fp64")
-    assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, batch_halves=True), 4, 13, "fp64")
-    assert_equal_to_trace(
-        config, Layout(tp_size=2, dp_size=3, sequence_parallel=True, batch_halves=True), 4, 12, "fp64"
-    )
+    for cut in ({"sequence_parallel": True}, {"batch_halves": True}, {"sequence_parallel": True, "batch_halves": True}):
+        s = 12 if "sequence_parallel" in cut else 13
+        assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, **cut), 4, s, "fp64")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,14 @@ def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> N
         assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, sequence_parallel=True), 5, 12, "fp64")
 
 
-@pytest.mark.parametrize("family", ["gpt", "bert"])
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        *[("gpt", "none"), ("bert", "selective"), ("gpt", "full")],
+        *(pytest.param("bert", word, marks=pytest.mark.slow) for word in ("none", "full")),
+        pytest.param("gpt", "selective", marks=pytest.mark.slow),
+    ],
+)
 def test_formulas_and_trace_agree_for_padded_heads(family: str, recompute: str) -> None:
     sizes = {"hidden_size": 40, "num_attention_heads": 5, "ffn_hidden_size": 96, "vocab_multiple": 9}
     config = small_config(family, recompute=recompute, attention="exact", hidden_dropout=0.1, **sizes)

@@ -59,14 +59,17 @@ def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, built
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
-def test_a_run_resumes_at_any_other_layout(tmp_path) -> None:
+def test_a_run_resumes_at_any_other_layout(tmp_path, capfd) -> None:
     """Three steps at tp 2 x dp 1, then one process, then tp 1 x dp 2 equal an uninterrupted run (fp64, 1e-12)."""
     counter = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
     train(tiny_run("gpt", tmp_path / "whole", **counter, **LONG))
     part = tmp_path / "part"
     settings = counter | LONG | {"resume": "auto"}
     run_jobs([tiny_run("gpt", part, parallel__tp_size=2, trainer__stop_after_steps=2, **settings)], 2)
+    capfd.readouterr()
     train(tiny_run("gpt", part, trainer__stop_after_steps=4, **settings))
+    line = "layout: changed from the checkpoint's 1 data x 2 tensor to 1 data x 1 tensor\n"
+    assert line in capfd.readouterr().out
     run_jobs([tiny_run("gpt", part, parallel__dp_size=2, **settings)], 2)
     for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
         assert abs(other["train/loss"] / row["train/loss"] - 1) < 1e-12

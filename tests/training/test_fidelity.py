@@ -56,7 +56,8 @@ def composed(folder: Path, *overrides: str) -> RunConfig:
 def folder(tmp_path_factory) -> Path:
     """One run per fidelity, and one per setting with that setting reverted to the paper's value."""
     folder = tmp_path_factory.mktemp("fidelity")
-    runs = [composed(folder / f"{w}_{m[6:]}", f"fidelity={w}", m) for w in WORDS for m in (GPT, BERT)]
+    needed = {(word, model) for (word, _), model in SHOWN_BY.items()} | {(word, GPT) for word in WORDS}
+    runs = [composed(folder / f"{w}_{m[6:]}", f"fidelity={w}", m) for w, m in sorted(needed)]
     for (word, point), model in SHOWN_BY.items():
         value = composed(folder, "fidelity=paper", model).to_dict()
         for key in point.split("."):

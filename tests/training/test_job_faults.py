@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch.distributed as dist
-from entry_points import TINY, environment, slurm_task, start, train
+import warm
+from entry_points import REPOSITORY, TINY, environment, slurm_task, start, train
 from ranks import free_ports
 from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
 from runs import assert_same_run
@@ -128,14 +129,15 @@ def test_errors_of_collectives_are_told_in_one_line_and_from_others() -> None:
 
 
 def test_a_failed_collective_ends_a_run_with_one_line_and_keeps_the_traceback_in_its_folder(tmp_path) -> None:
-    code = (
+    (tmp_path / "script.py").write_text(
         "import runpy, sys; import torch.distributed as dist; from lmscale.training.module import PretrainModule\n"
         f"def fail(*_): raise dist.DistBackendError({NCCL!r})\n"
         "PretrainModule.dropout_keys = fail\n"
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    done = train(*TINY, f"hydra.run.dir={tmp_path}", launcher=("-c", code))
-    path = tmp_path / "traceback_rank_0.txt"
+    command = [str(REPOSITORY / "src" / "train.py"), *TINY, f"hydra.run.dir={tmp_path}/run"]
+    done = warm.run([str(tmp_path / "script.py"), *command], REPOSITORY, environment(), timeout=300)
+    path = tmp_path / "run" / "traceback_rank_0.txt"
     where = "step 1, forward pass of micro-batch 1"
     line = f"error: rank 0: communication failed in {where}: {NCCL_LINE}; traceback: {path}\n"
     assert (done.returncode, done.stderr) == (FAILED, line)

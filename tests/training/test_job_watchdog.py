@@ -3,12 +3,13 @@
 import os
 import signal
 import subprocess
-import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from entry_points import TINY, start, train
+import warm
+from entry_points import TINY, environment, start, train
 from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
 
 from lmscale.training.runtime import watchdog as watchdog_module
@@ -16,13 +17,18 @@ from lmscale.training.runtime.exit_codes import STALLED
 from lmscale.training.runtime.watchdog import Watchdog
 
 
-def test_the_watchdog_ends_a_hung_rank_and_names_its_phase() -> None:
+def run_code(folder: Path, code: str) -> subprocess.CompletedProcess:
+    (folder / "script.py").write_text(code)
+    return warm.run([str(folder / "script.py")], folder, environment(), timeout=50)
+
+
+def test_the_watchdog_ends_a_hung_rank_and_names_its_phase(tmp_path) -> None:
     code = (
         "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
         "w.mark('step 17, backward pass'); time.sleep(60)"
     )
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    done = run_code(tmp_path, code)
     assert done.returncode == STALLED and time.monotonic() - begin < 40
     assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
 
@@ -59,17 +65,19 @@ def test_progress_reports_keep_the_watchdog_from_firing(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="stops a process as Ctrl-Z does")
-def test_a_process_that_was_stopped_goes_on() -> None:
+def test_a_process_that_was_stopped_goes_on(tmp_path) -> None:
+    """Its child process stops it."""
     code = (
-        "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(0, 2.0); w.start();"
-        "print('ready', flush=True); [time.sleep(0.01) for _ in range(100)]"
+        "import os, signal, time; from lmscale.training.runtime.watchdog import Watchdog; read, write = os.pipe()\n"
+        "if os.fork() == 0:\n"
+        "    os.read(read, 1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(3)\n"
+        "    os.kill(os.getppid(), signal.SIGCONT); os._exit(0)\n"
+        "begin = time.monotonic(); w = Watchdog(0, 2.0); w.start(); os.write(write, b'x')\n"
+        "for _ in range(100): time.sleep(0.01)\n"
+        "print(time.monotonic() - begin > 3)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(3)
-    process.send_signal(signal.SIGCONT)
-    assert process.communicate(timeout=50) == ("", "") and process.returncode == 0
+    done = run_code(tmp_path, code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n", "")
 
 
 @linux_only

@@ -40,19 +40,22 @@ CASES["bert-post-dropout"] = (
     },
 )
 # Switches with one family and norm order; the other combinations are slow tests, and ZeRO-1 has tests of its own.
-QUICK = (
-    *("gpt-pre-plain", "gpt-pre-accumulated", "gpt-pre-dropout"),
-    *("bert-post-full-recompute", "bert-post-first-gradient"),
-)
+QUICK = {  # the layouts besides one process
+    "gpt-pre-plain": ((4, 1),),
+    "gpt-pre-accumulated": ((2, 2),),
+    "gpt-pre-dropout": ((2, 1), (1, 2), (2, 2)),
+    "bert-post-full-recompute": ((2, 1), (2, 2)),
+    "bert-post-first-gradient": ((1, 2), (4, 1)),
+}
 
 
-def train_all(cases: Iterable[str], root: Path) -> Path:
-    """Train every case at every layout in a folder per case and layout; the ranks are started once per world size."""
+def train_all(cases: dict[str, Iterable[tuple[int, int]]], root: Path) -> Path:
+    """Train every case on one process and at its layouts; the ranks are started once per world size."""
     for world_size in (1, 2, 4):
         runs = [
             tiny_run(architecture, root / name / f"{tp}x{dp}", parallel__tp_size=tp, parallel__dp_size=dp, **changes)
             for name, (architecture, changes) in ((name, CASES[name]) for name in cases)
-            for tp, dp in LAYOUTS
+            for tp, dp in ((1, 1), *cases[name])
             if tp * dp == world_size
         ]
         run_jobs(runs, world_size)
@@ -67,13 +70,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_folder(tmp_path_factory) -> Path:
-    """The other cases, trained."""
-    return train_all(CASES.keys() - set(QUICK), tmp_path_factory.mktemp("slow_layouts"))
+    """All cases at all layouts, trained."""
+    return train_all(dict.fromkeys(CASES, LAYOUTS[1:]), tmp_path_factory.mktemp("slow_layouts"))
 
 
-def folder_of(request: pytest.FixtureRequest, case: str) -> Path:
-    """The runs of a case, which are trained with the other quick cases or with the slow ones."""
-    return request.getfixturevalue("folder" if case in QUICK else "slow_folder") / case
+def folder_of(request: pytest.FixtureRequest, case: str, layout: tuple[int, int] = (1, 1)) -> Path:
+    """The runs of a case, which are trained with the other quick ones or with the slow ones."""
+    return request.getfixturevalue("folder" if layout in ((1, 1), *QUICK.get(case, ())) else "slow_folder") / case
 
 
 def relative(a: float, b: float) -> float:
@@ -81,10 +84,15 @@ def relative(a: float, b: float) -> float:
     return abs(a - b) / abs(b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=lambda layout: f"tp{layout[0]}-dp{layout[1]}")
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES])
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=[pytest.mark.slow] * (layout not in QUICK.get(case, ())))
+        for case, layout in itertools.product(CASES, LAYOUTS[1:])
+    ],
+)
 def test_a_run_does_not_depend_on_the_layout(request, case, layout) -> None:
-    folder = folder_of(request, case)
+    folder = folder_of(request, case, layout)
     plain, other = folder / "1x1", folder / f"{layout[0]}x{layout[1]}"
     rows, other_rows = read_rows(plain), read_rows(other)
     assert [row["step"] for row in rows] == [row["step"] for row in other_rows] != []

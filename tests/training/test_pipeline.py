@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
 from lmscale.config.layout import ParallelConfig
 from lmscale.config.model import ModelConfig
+from lmscale.config.pretrain import RunConfig
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
 from lmscale.training.module import PretrainModule
@@ -30,14 +32,7 @@ CASES = {
         "bert-post-1-micro-batch": ("bert", {"model__norm_order": "post", "model__recompute": "full"}),
     },
     (1, 3, 1): {"gpt-uneven": ("gpt", {"micro_batch_size": 4, "global_batch_size": 12, **DROPOUT})},
-    (1, 4, 1): {"bert-3-micro-batches": ("bert", {"micro_batch_size": 2, "global_batch_size": 6})},
-    (2, 2, 1): {
-        "bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
-        "gpt-padded-heads": (
-            "gpt",
-            {"model__num_attention_heads": 3, "parallel__pad_heads": True, "micro_batch_size": 2},
-        ),
-    },
+    (2, 2, 1): {"bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE})},
     (1, 2, 2): {"gpt-zero1": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})},
 }
 SLOW = {
@@ -47,6 +42,13 @@ SLOW = {
     }
     | {"gpt-compiled": ("gpt", {"compile": True, "micro_batch_size": 2, **DROPOUT})}
     | {"gpt-means": ("gpt", {"loss_reduction": "mean_of_means", "micro_batch_size": 2, "trainer__max_steps": 20})},
+    (1, 4, 1): {"bert-3-micro-batches": ("bert", {"micro_batch_size": 2, "global_batch_size": 6})},
+    (2, 2, 1): {
+        "gpt-padded-heads": (
+            "gpt",
+            {"model__num_attention_heads": 3, "parallel__pad_heads": True, "micro_batch_size": 2},
+        ),
+    },
     (2, 2, 2): {
         "gpt-all": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1, **DROPOUT, **SEQUENCE}),
         "bert-halves": ("bert", {"parallel__batch_halves": True, "micro_batch_size": 2, **DROPOUT}),
@@ -64,21 +66,35 @@ def of_layout(layout: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("parallel__tp_size", "parallel__pp_size", "parallel__dp_size"), layout, strict=True))
 
 
-def train_both(root: Path, layout: tuple[int, int, int], name: str) -> tuple[Path, Path]:
-    """Train a case in one process and at its layout."""
-    architecture, changes = (CASES if name in CASES.get(layout, {}) else SLOW)[layout][name]
-    run_jobs([tiny_run(architecture, root / "one", **{"model__num_layers": 5} | changes)], 1)
-    run = tiny_run(architecture, root / "stages", **{"model__num_layers": 5} | changes | of_layout(layout))
-    run_jobs([run], layout[0] * layout[1] * layout[2])
-    return root / "one", root / "stages"
+def train_all(root: Path, cases: dict[tuple[int, int, int], dict[str, tuple[str, dict]]]) -> None:
+    """Train every case in one process and at its layout; the ranks are started once per world size."""
+    runs: dict[int, list[RunConfig]] = {}
+    for layout, name in ((layout, name) for layout, names in cases.items() for name in names):
+        architecture, changes = cases[layout][name]
+        for kind, sizes in (("one", {}), ("stages", of_layout(layout))):
+            run = tiny_run(architecture, root / name / kind, **{"model__num_layers": 5} | changes | sizes)
+            runs.setdefault(math.prod(sizes.values()), []).append(run)
+    for world_size, some in runs.items():
+        run_jobs(some, world_size)
+
+
+@pytest.fixture(scope="module")
+def quick(folder) -> Path:
+    train_all(folder / "quick", CASES)
+    return folder / "quick"
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] not in CASES.get(case[0], {}))) for case in ALL],
 )
-def test_a_run_over_stages_equals_that_of_one_process(folder, layout, name) -> None:
-    one, stages = train_both(folder / f"{layout}-{name}", layout, name)
+def test_a_run_over_stages_equals_that_of_one_process(request, folder, layout, name) -> None:
+    if name in CASES.get(layout, {}):
+        root = request.getfixturevalue("quick") / name
+    else:
+        train_all(folder, {layout: {name: SLOW[layout][name]}})
+        root = folder / name
+    one, stages = root / "one", root / "stages"
     rows = list(zip(read_rows(one), read_rows(stages), strict=True))
     assert rows
     for row, other in rows:
@@ -163,7 +179,7 @@ def test_a_copied_word_embedding_that_differs_ends_the_run(folder) -> None:
     run_jobs([run], 2, expected=REPLICAS_DIFFER, fault=_forget_the_weight)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_half_types_agree_over_the_stages(folder, precision) -> None:
     """The word embeddings of both stages have the same bits, and all stages skip a step that overflows."""
     root = folder / precision
@@ -175,7 +191,9 @@ def test_half_types_agree_over_the_stages(folder, precision) -> None:
     for name, layout in (("one", (1, 1, 1)), ("stages", (1, 2, 1))):
         run = tiny_run("gpt", root / name, **changes, **of_layout(layout))
         run_jobs([run], layout[1])
-    for row, other in zip(read_rows(root / "one"), read_rows(root / "stages"), strict=True):
+    rows = read_rows(root / "one")
+    assert (precision == "fp16") == (0 < rows[-1]["num_skipped"] < 12)
+    for row, other in zip(rows, read_rows(root / "stages"), strict=True):
         assert row["num_skipped"] == other["num_skipped"]
         assert row["loss_scale"] == other["loss_scale"]
         assert abs(row["train/loss"] - other["train/loss"]) < 0.01 * row["train/loss"]

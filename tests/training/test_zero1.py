@@ -41,7 +41,10 @@ def test_parameters_are_balanced_over_owners_up_to_the_largest_parameter(num_own
     assert max(parts) <= max(900, sum(sizes) / num_owners + 100)
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [pytest.param("gpt", "fp32", marks=pytest.mark.slow), ("bert", "bf16"), ("gpt", "fp16")],
+)
 def test_zero1_does_not_change_the_run(tmp_path, architecture, dtype) -> None:
     """Sums over two ranks have one order: without clipping, whose norm has other partial sums, all bits are equal."""
     settings = {
@@ -66,7 +69,7 @@ def test_zero1_does_not_change_the_run(tmp_path, architecture, dtype) -> None:
         torch.testing.assert_close(others[key], tensor, rtol=0, atol=0 if exact else 1e-6, msg=key)
 
 
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_run_resumes_with_and_without_zero1_at_other_layouts(tmp_path, dtype) -> None:
     """dp 2 with ZeRO, then tp 2 x dp 2 with ZeRO, then one process equal an uninterrupted run."""
     settings = {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
