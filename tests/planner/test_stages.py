@@ -18,7 +18,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.memory import stage_memory
-from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters
+from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters, stage_placements
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import rank_over_stages
 from lmscale.training.step import optimizer as step_optimizer
@@ -40,7 +40,7 @@ def test_the_parameters_of_every_stage_are_those_of_the_model(family, norm_order
         context = ParallelContext(tp_size=tp_size, pp_rank=stage, pp_size=pp_size)
         model = build_model(config, context, seed=None, device="meta")
         built, own, layers = list(model.parameters()), model.transformer.own_layers, model.transformer.layers
-        assert [layers[i].placement for i in own] == [config.layer_placements[i] for i in own]
+        assert [layers[i].placement for i in own] == [stage_placements(config, Layout(), 0)[i] for i in own]
         owned = rank_parameters(config, layout, stage)
         assert sorted(each.size for each in owned) == sorted(p.numel() for p in built if p.shard.tie != "copy")
         assert copied_parameters(config, layout, stage) == sum(p.numel() for p in built if p.shard.tie == "copy")

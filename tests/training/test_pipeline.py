@@ -192,9 +192,8 @@ def test_half_types_agree_over_the_stages(folder, precision) -> None:
         run = tiny_run("gpt", root / name, **changes, **of_layout(layout))
         run_jobs([run], layout[1])
     rows = read_rows(root / "one")
-    assert (precision == "fp16") == (0 < rows[-1]["num_skipped"] < 12)
+    assert (precision == "fp16") == (0 < rows[-1]["num_skipped"] < 15)  # some steps overflow, others do not
     for row, other in zip(rows, read_rows(root / "stages"), strict=True):
         assert row["num_skipped"] == other["num_skipped"]
         assert row["loss_scale"] == other["loss_scale"]
         assert abs(row["train/loss"] - other["train/loss"]) < 0.01 * row["train/loss"]
-    assert precision == "bf16" or 0 < row["num_skipped"] < 15  # some steps overflow, others do not
