@@ -5,6 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
+from input_files import plan_of
 
 from lmscale.corpus import collecting
 from lmscale.corpus.collecting import CheckIds, ScatterDocuments, SortShard, document_key
@@ -17,7 +18,7 @@ def scatter(root: Path, texts: list[list[str]]) -> None:
     for task, some in enumerate(texts):
         metadata = [{"source": "s", "file": f"{task}.txt", "row": row} for row in range(len(some))]
         documents = (Document(text, text, metadata=place) for text, place in zip(some, metadata, strict=True))
-        ScatterDocuments(root, NUM_SHARDS).run(documents, task, len(texts))
+        ScatterDocuments(plan_of(root, num_tasks=len(texts), num_shards=NUM_SHARDS)).run(documents, task, len(texts))
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 40, 10**6])
@@ -27,7 +28,7 @@ def test_shards_hold_all_documents_in_the_order_of_their_keys(tmp_path, monkeypa
     scatter(tmp_path, [texts[:25], [], texts[25:]])
     found = []
     for shard in range(NUM_SHARDS):
-        SortShard(tmp_path, 3, 0, 1, 5).run(rank=shard, world_size=NUM_SHARDS)
+        SortShard(plan_of(tmp_path, num_tasks=3, num_shards=NUM_SHARDS)).run(rank=shard, world_size=NUM_SHARDS)
         found += pq.read_table(tmp_path / "sorted" / f"{shard:05d}.parquet")["text"].to_pylist()
     assert found == sorted(texts, key=document_key)
 
@@ -41,11 +42,11 @@ def test_a_flush_of_the_buffer_writes_one_file_for_all_shards(tmp_path) -> None:
 def test_a_repeated_id_is_shown_with_its_places(tmp_path) -> None:
     scatter(tmp_path, [["a", "b"], ["c", "b"]])
     with pytest.raises(ValueError, match="1 documents share an id .*: 'b' in 0.txt row 1 and 1.txt row 1"):
-        CheckIds(tmp_path, 2, "refuse").run()
+        CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
 
 
 def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
     for task, source in enumerate(("books", "news")):
         document = Document("text", "1", metadata={"source": source, "file": "a.jsonl", "row": 1})
-        ScatterDocuments(tmp_path, NUM_SHARDS).run(iter([document]), task, 2)
-    CheckIds(tmp_path, 2, "refuse").run()
+        ScatterDocuments(plan_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
+    CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()

@@ -4,29 +4,32 @@ import itertools
 
 import numpy as np
 import pytest
+from input_files import plan_of
 
+from lmscale.config.corpus import DedupConfig
 from lmscale.corpus import deduplicating
 from lmscale.corpus.deduplicating import CompareCandidates
-from lmscale.corpus.work_folder import WorkFolder, save_array
+from lmscale.corpus.plan import save_array
 
 
 @pytest.fixture
 def compare(tmp_path) -> CompareCandidates:
     """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band."""
-    folder, generator = WorkFolder(tmp_path), np.random.default_rng(5)
+    plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.3, bands=1))
+    generator = np.random.default_rng(5)
     for shard, first, end in ((0, 0, 20), (1, 20, 33)):
         sets = [np.unique(generator.integers(0, 70, size)) for size in generator.integers(1, 60, end - first)]
-        save_array(folder.shard_file("lengths", shard), np.zeros(end - first, dtype=np.int64))
-        save_array(folder.shard_file("sets", shard, "values.npy"), np.concatenate(sets).astype(np.uint64))
-        save_array(folder.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
-        save_array(folder.shard_file("sets", shard, "members.npy"), np.arange(first, end))
-    save_array(folder.path("pairs", 0, "00000.npy"), np.array(list(itertools.combinations(range(33), 2))))
-    return CompareCandidates(tmp_path, 2, 1, 0.3)
+        save_array(plan.shard_file("lengths", shard), np.zeros(end - first, dtype=np.int64))
+        save_array(plan.shard_file("sets", shard, "values.npy"), np.concatenate(sets).astype(np.uint64))
+        save_array(plan.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
+        save_array(plan.shard_file("sets", shard, "members.npy"), np.arange(first, end))
+    save_array(plan.path("pairs", 0, "00000.npy"), np.array(list(itertools.combinations(range(33), 2))))
+    return CompareCandidates(plan)
 
 
 def result(compare: CompareCandidates) -> list[list]:
     compare.run()
-    return [np.load(compare.folder.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
+    return [np.load(compare.plan.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1000])

@@ -1,26 +1,23 @@
 """Stages whose predecessor is incomplete: they must raise an error, because their output would lack documents."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from input_files import plan_of
 
+from lmscale.config.corpus import DedupConfig
 from lmscale.corpus.collecting import CheckIds, SortShard
 from lmscale.corpus.deduplicating import CompareCandidates, ShingleCandidates
 from lmscale.corpus.finalizing import MergeShards
-from lmscale.corpus.work_folder import save_array
+from lmscale.corpus.plan import save_array
 
 STEPS = {
-    "ids": ("ids", "clean", lambda root: CheckIds(root, 3, "count")),
-    "sort": ("ids", "clean", lambda root: SortShard(root, 3, 0, 1, 5)),
-    "shingles": ("members/00000", "candidates", lambda root: ShingleCandidates(root, 1, 3, 5)),
-    "compare": ("pairs/00000", "candidates", lambda root: CompareCandidates(root, 1, 3, 0.7)),
-    "join": (
-        "overlap",
-        "tokenize",
-        lambda root: MergeShards(SimpleNamespace(root=root, num_shards=3, parts=[("local", "train")])),
-    ),
+    "ids": ("ids", "clean", CheckIds),
+    "sort": ("ids", "clean", SortShard),
+    "shingles": ("members/00000", "candidates", ShingleCandidates),
+    "compare": ("pairs/00000", "candidates", CompareCandidates),
+    "join": ("overlap", "tokenize", MergeShards),
 }
 
 
@@ -33,5 +30,5 @@ def test_a_step_after_an_incomplete_stage_raises_and_writes_nothing(name: str, t
     (tmp_path / folder / ".00001.npy.77").touch()  # of a task that still runs
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=f"all 3 tasks of `{stage}` must be complete, .* has the files of 2"):
-        step(tmp_path).run()
+        step(plan_of(tmp_path, num_tasks=3, num_shards=3, dedup=DedupConfig(0.7, bands=3))).run()
     assert sorted(tmp_path.rglob("*")) == before

@@ -21,7 +21,7 @@ from ftfy.fixes import uncurl_quotes
 
 from ..data.tokenizer import read_tokenizer
 from .language import UNKNOWN, identify_language, known_languages
-from .work_folder import atomic_write
+from .plan import save_json
 
 # ftfy's defaults, as upstream used them: also straight quotes, NFC, no ligatures, and entities up to the first `<`.
 REPAIR = ftfy.TextFixerConfig(explain=False)
@@ -155,8 +155,7 @@ class DocumentFilter(PipelineStep):
                 place = {name: document.metadata[name] for name in ("source", "file", "row")}
                 examples.append(place | {"id": document.id, "text": document.text[:SAMPLE_CHARACTERS]})
         if self.samples is not None:
-            with atomic_write(self.samples / f"{rank:05d}.json") as path:
-                path.write_text(json.dumps(dropped, indent=1, ensure_ascii=False), encoding="utf-8")
+            save_json(self.samples / f"{rank:05d}.json", dropped)
 
 
 class KeepLanguage(DocumentFilter):

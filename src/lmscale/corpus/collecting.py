@@ -10,12 +10,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 from datatrove.data import DocumentsPipeline
-from datatrove.pipeline.base import PipelineStep
 
 from .minhash import band_hashes
+from .plan import PlannedStep, atomic_write, save_array, save_table
 from .progress import Meter
 from .shingles import shingle_sets
-from .work_folder import WorkFolder, atomic_write, save_array
 
 SCHEMA = pa.schema(
     [
@@ -47,22 +46,13 @@ def id_hash(source: str, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{source}\0{name}".encode())
 
 
-class ScatterDocuments(PipelineStep):
+class ScatterDocuments(PlannedStep):
     """Last step of the first stage: write documents by the shard of their key, one batch per shard.
 
     With a file per shard and flush, 174 GB of text would make 1.8 million files.
-
-    Args:
-        root: path of the work folder.
-        num_shards: number of equal ranges of keys.
     """
 
-    type = "WRITER"
     name = "scatter to shards"
-
-    def __init__(self, root: Path, num_shards: int) -> None:
-        super().__init__()
-        self.folder, self.num_shards = WorkFolder(root), num_shards
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> None:
         """Write all documents of the task; files are renamed to their final names when complete."""
@@ -74,7 +64,7 @@ class ScatterDocuments(PipelineStep):
                 ids.append(id_hash(place["source"], document.id))
             key = document_key(document.text)
             row = (key, place["source"], place["file"], place["row"], document.id, document.text)
-            rows[shard_of(key, self.num_shards)].append(row)
+            rows[shard_of(key, self.plan.num_shards)].append(row)
             held += len(document.text)
             self.stat_update("documents")
             self.stat_update("characters", value=len(document.text))
@@ -82,16 +72,16 @@ class ScatterDocuments(PipelineStep):
                 self._write(rows, rank, part)
                 rows, held, part = defaultdict(list), 0, part + 1
         self._write(rows, rank, part)
-        save_array(self.folder.path("ids", f"{rank:05d}.npy"), np.array(ids, dtype=np.uint64))
+        save_array(self.plan.shard_file("ids", rank), np.array(ids, dtype=np.uint64))
 
     def _write(self, rows: dict[int, list[tuple]], rank: int, part: int) -> None:
         # Arrow's own format finds a batch among hundreds much faster than parquet finds a row group.
         options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
         with (
-            atomic_write(self.folder.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
+            atomic_write(self.plan.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
             pa.ipc.new_file(str(path), SCHEMA, options=options) as writer,
         ):
-            for shard in range(self.num_shards):
+            for shard in range(self.plan.num_shards):
                 columns = list(map(list, zip(*rows[shard], strict=True))) or [[] for _ in SCHEMA]
                 writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
 
@@ -101,21 +91,10 @@ def shard_of(key: bytes, num_shards: int) -> int:
     return int.from_bytes(key[:4], "big") * num_shards >> 32
 
 
-class CheckIds(PipelineStep):
-    """Count documents whose id occurs more than once in their source, or raise an error.
+class CheckIds(PlannedStep):
+    """Count documents whose id occurs more than once in their source, or raise an error."""
 
-    Args:
-        root: path of the work folder.
-        num_tasks: tasks of the first stage.
-        duplicate_ids: `count` or `refuse`.
-    """
-
-    type = "CHECK"
     name = "ids"
-
-    def __init__(self, root: Path, num_tasks: int, duplicate_ids: str) -> None:
-        super().__init__()
-        self.folder, self.num_tasks, self.duplicate_ids = WorkFolder(root), num_tasks, duplicate_ids
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """The only task.
@@ -124,19 +103,19 @@ class CheckIds(PipelineStep):
             ValueError: the policy is `refuse` and ids repeat (the message shows one of them and its locations), or a
                 task of the first stage is not complete.
         """
-        files = self.folder.task_files("ids", stage="clean", num_tasks=self.num_tasks)
+        files = self.plan.task_files("ids", stage="clean", num_tasks=self.plan.num_tasks)
         ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
         unique, counts = np.unique(ids, return_counts=True)
         surplus = len(ids) - len(unique)
         self.stat_update("duplicate_ids", value=surplus)
-        if surplus and self.duplicate_ids == "refuse":
+        if surplus and self.plan.config.duplicate_ids == "refuse":
             example = self._example(int(unique[np.argmax(counts > 1)]))
             raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
 
     def _example(self, wanted: int) -> str:
         found = []
         options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in PLACE])
-        for path in sorted(self.folder.path("cleaned").glob("[0-9]*.arrow")):
+        for path in sorted(self.plan.path("cleaned").glob("[0-9]*.arrow")):
             with pa.OSFile(str(path)) as file:
                 rows = pa.ipc.open_file(file, options=options).read_all().to_pylist()
             for row in rows:
@@ -146,24 +125,13 @@ class CheckIds(PipelineStep):
         return f"{name!r} in {' and '.join(sorted(found)[:3])}"
 
 
-class SortShard(PipelineStep):
+class SortShard(PlannedStep):
     """Sort a shard by key, drop exact copies, and compute MinHash bands for the near-duplicate search.
 
     Of several equal texts, the first by source, file and row is kept.
-
-    Args:
-        root: path of the work folder.
-        num_tasks: tasks of the first stage.
-        bands, rows, ngram: MinHash parameters; `bands` is 0 if near-duplicates are kept.
     """
 
-    type = "SORT"
     name = "sort by key"
-
-    def __init__(self, root: Path, num_tasks: int, bands: int, rows: int, ngram: int) -> None:
-        super().__init__()
-        self.folder, self.num_tasks = WorkFolder(root), num_tasks
-        self.bands, self.rows, self.ngram = bands, rows, ngram
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Task `rank` sorts shard `rank`.
@@ -171,9 +139,9 @@ class SortShard(PipelineStep):
         Raises:
             ValueError: a task of the first stage is not complete.
         """
-        self.folder.task_files("ids", stage="clean", num_tasks=self.num_tasks)  # each writes its ids last
+        self.plan.task_files("ids", stage="clean", num_tasks=self.plan.num_tasks)  # each writes its ids last
         found = []
-        for path in sorted(self.folder.path("cleaned").glob("[0-9]*.arrow")):
+        for path in sorted(self.plan.path("cleaned").glob("[0-9]*.arrow")):
             with pa.OSFile(str(path)) as file:
                 found.append(pa.ipc.open_file(file).get_batch(rank))
         table = pa.Table.from_batches(found, SCHEMA)
@@ -182,29 +150,28 @@ class SortShard(PipelineStep):
         is_first = np.ones(len(keys), dtype=bool)
         is_first[1:] = keys[1:] != keys[:-1]
         copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
-        with atomic_write(self.folder.shard_file("sorted", rank, "copies.parquet")) as path:
-            pq.write_table(copies, path, compression="zstd")
+        save_table(self.plan.shard_file("sorted", rank, "copies.parquet"), copies)
         table = table.filter(pa.array(is_first))
-        with atomic_write(self.folder.shard_file("sorted", rank, "parquet")) as path:
+        with atomic_write(self.plan.shard_file("sorted", rank, "parquet")) as path:
             _write_groups(table, path)
         lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
-        if self.bands:
-            self._write_bands(table["text"], rank, world_size)
+        if self.plan.config.dedup.jaccard is not None:
+            self._write_bands(table["text"], rank)
         # Written last: the other stages read the shard's number of documents from this file.
-        save_array(self.folder.shard_file("lengths", rank), lengths)
+        save_array(self.plan.shard_file("lengths", rank), lengths)
         self.stat_update("documents", value=len(table))
         self.stat_update("copies", value=len(copies))
 
-    def _write_bands(self, texts: pa.ChunkedArray, rank: int, world_size: int) -> None:
-        result = np.empty((len(texts), self.bands), dtype=np.uint64, order="F")
-        first = 0
-        with Meter(self.folder, "sort", rank) as meter:
+    def _write_bands(self, texts: pa.ChunkedArray, rank: int) -> None:
+        dedup, first = self.plan.config.dedup, 0
+        result = np.empty((len(texts), dedup.bands), dtype=np.uint64, order="F")
+        with Meter(self.plan, "sort", rank) as meter:
             for batch in batches(texts):
-                values, offsets = shingle_sets(batch, self.ngram)
-                result[first : first + len(batch)] = band_hashes(values, offsets, self.bands, self.rows)
+                values, offsets = shingle_sets(batch, dedup.ngram)
+                result[first : first + len(batch)] = band_hashes(values, offsets, dedup.bands, dedup.rows)
                 first += len(batch)
                 meter.add(len(batch), sum(map(len, batch)))
-        save_array(self.folder.shard_file("bands", rank), result)
+        save_array(self.plan.shard_file("bands", rank), result)
 
 
 def _write_groups(table: pa.Table, path: Path) -> None:

@@ -1,69 +1,51 @@
 """Search for near-duplicates over all shards: candidates per band, exact comparison per shard, one global result."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
-from datatrove.pipeline.base import PipelineStep
 
 from .collecting import PLACE, batches
 from .duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
 from .overlap import distinct
+from .plan import PlannedStep, save_array, save_table
 from .progress import Meter
 from .shingles import shingle_sets
-from .work_folder import WorkFolder, atomic_write, save_array
 
 PAIRS_AT_ONCE = 500_000
 SHINGLES_AT_ONCE = 2**24  # in memory at once, 8 bytes each, unless one pair has more
 
 
-class FindCandidates(PipelineStep):
-    """One band of the LSH: find pairs of documents whose band hashes are equal.
+class FindCandidates(PlannedStep):
+    """One band of the LSH: find pairs of documents whose band hashes are equal."""
 
-    Args:
-        root: path of the work folder.
-        num_shards: number of shards of the corpus.
-        largest_bucket: see `duplicates.candidate_pairs`.
-    """
-
-    type = "DEDUP"
     name = "candidates"
-
-    def __init__(self, root: Path, num_shards: int, largest_bucket: int) -> None:
-        super().__init__()
-        self.folder, self.num_shards, self.largest_bucket = WorkFolder(root), num_shards, largest_bucket
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Task `rank` processes band `rank` of all shards."""
-        shards = range(self.num_shards)
-        columns = [np.load(self.folder.shard_file("bands", s), mmap_mode="r")[:, rank] for s in shards]
-        pairs, num_large = candidate_pairs(np.concatenate(columns), self.largest_bucket)
-        first = self.folder.first_documents(self.num_shards)
+        shards = range(self.plan.num_shards)
+        columns = [np.load(self.plan.shard_file("bands", s), mmap_mode="r")[:, rank] for s in shards]
+        pairs, num_large = candidate_pairs(np.concatenate(columns), self.plan.config.dedup.largest_bucket)
+        first = self.plan.first_documents()
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         of_first = np.searchsorted(pairs[:, 0], first)
         members = distinct(pairs.ravel())
         of_members = np.searchsorted(members, first)
         for shard in shards:
             here = pairs[of_first[shard] : of_first[shard + 1]]
-            save_array(self.folder.path("pairs", shard, f"{rank:05d}.npy"), here)
+            save_array(self.plan.path("pairs", shard, f"{rank:05d}.npy"), here)
             mine = members[of_members[shard] : of_members[shard + 1]]
-            save_array(self.folder.path("members", shard, f"{rank:05d}.npy"), mine)
+            save_array(self.plan.path("members", shard, f"{rank:05d}.npy"), mine)
         self.stat_update("candidates", value=len(pairs))
         self.stat_update("buckets_too_large", value=num_large)
 
 
-class ShingleCandidates(PipelineStep):
+class ShingleCandidates(PlannedStep):
     """Compute and store the shingles of a shard's documents that occur in any candidate pair."""
 
-    type = "DEDUP"
     name = "shingles"
-
-    def __init__(self, root: Path, num_shards: int, bands: int, ngram: int) -> None:
-        super().__init__()
-        self.folder, self.num_shards, self.bands, self.ngram = WorkFolder(root), num_shards, bands, ngram
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Task `rank` reads shard `rank`.
@@ -71,32 +53,27 @@ class ShingleCandidates(PipelineStep):
         Raises:
             ValueError: the candidates of a band are missing.
         """
-        files = self.folder.task_files("members", rank, stage="candidates", num_tasks=self.bands)
+        files = self.plan.task_files("members", rank, stage="candidates", num_tasks=self.plan.config.dedup.bands)
         members = distinct(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
-        first = self.folder.first_documents(self.num_shards)[rank]
-        texts = pq.read_table(self.folder.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
+        first = self.plan.first_documents()[rank]
+        texts = pq.read_table(self.plan.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
         values, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
-        with Meter(self.folder, "shingles", rank) as meter:
+        with Meter(self.plan, "shingles", rank) as meter:
             for batch in batches(texts.take(pa.array(members - first))):
-                some, offsets = shingle_sets(batch, self.ngram)
+                some, offsets = shingle_sets(batch, self.plan.config.dedup.ngram)
                 values.append(some)
                 counts.append(np.diff(offsets))
                 meter.add(len(batch), sum(map(len, batch)))
-        save_array(self.folder.shard_file("sets", rank, "values.npy"), np.concatenate(values))
-        save_array(self.folder.shard_file("sets", rank, "offsets.npy"), np.cumsum(np.concatenate(counts)))
-        save_array(self.folder.shard_file("sets", rank, "members.npy"), members)
+        save_array(self.plan.shard_file("sets", rank, "values.npy"), np.concatenate(values))
+        save_array(self.plan.shard_file("sets", rank, "offsets.npy"), np.cumsum(np.concatenate(counts)))
+        save_array(self.plan.shard_file("sets", rank, "members.npy"), members)
         self.stat_update("documents", value=len(members))
 
 
-class CompareCandidates(PipelineStep):
+class CompareCandidates(PlannedStep):
     """Compute the exact Jaccard similarity of the pairs whose first document is in a shard; keep the similar pairs."""
 
-    type = "DEDUP"
     name = "exact comparison"
-
-    def __init__(self, root: Path, num_shards: int, bands: int, threshold: float) -> None:
-        super().__init__()
-        self.folder, self.num_shards, self.bands, self.threshold = WorkFolder(root), num_shards, bands, threshold
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Task `rank` compares the pairs of shard `rank`.
@@ -104,21 +81,21 @@ class CompareCandidates(PipelineStep):
         Raises:
             ValueError: the candidates of a band are missing.
         """
-        files = self.folder.task_files("pairs", rank, stage="candidates", num_tasks=self.bands)
+        files = self.plan.task_files("pairs", rank, stage="candidates", num_tasks=self.plan.config.dedup.bands)
         pairs = np.concatenate([np.empty((0, 2), dtype=np.int64), *map(np.load, files)])
-        first = self.folder.first_documents(self.num_shards)
+        first = self.plan.first_documents()
         pairs = np.stack(np.divmod(distinct(pairs[:, 0] * first[-1] + pairs[:, 1]), first[-1] or 1), axis=1)
         similar, similarities = [np.empty((0, 2), dtype=np.int64)], [np.empty(0)]
-        with Meter(self.folder, "compare", rank) as meter:
+        with Meter(self.plan, "compare", rank) as meter:
             for some, documents in self._chunks(pairs, first):
                 values, offsets = self._sets(documents, first)
                 jaccard = exact_jaccard(values, offsets, np.searchsorted(documents, some))
-                enough = jaccard >= self.threshold
+                enough = jaccard >= self.plan.config.dedup.jaccard
                 similar.append(some[enough])
                 similarities.append(jaccard[enough])
                 meter.add(len(some), 0)
-        save_array(self.folder.shard_file("similar", rank, "pairs.npy"), np.concatenate(similar))
-        save_array(self.folder.shard_file("similar", rank, "jaccard.npy"), np.concatenate(similarities))
+        save_array(self.plan.shard_file("similar", rank, "pairs.npy"), np.concatenate(similar))
+        save_array(self.plan.shard_file("similar", rank, "jaccard.npy"), np.concatenate(similarities))
         self.stat_update("compared", value=len(pairs))
         self.stat_update("similar", value=sum(map(len, similar)))
 
@@ -143,7 +120,7 @@ class CompareCandidates(PipelineStep):
         """Return the shingles of `documents` (sorted numbers) in the form of `shingle_sets`."""
         parts, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
         for shard, offsets, places in self._located(documents, first):
-            values = np.load(self.folder.shard_file("sets", shard, "values.npy"), mmap_mode="r")
+            values = np.load(self.plan.shard_file("sets", shard, "values.npy"), mmap_mode="r")
             parts += [values[offsets[p] : offsets[p + 1]] for p in places]
             counts.append(offsets[places + 1] - offsets[places])
         return np.concatenate(parts), np.cumsum(np.concatenate(counts))
@@ -152,39 +129,34 @@ class CompareCandidates(PipelineStep):
         """Yield, per shard that has some of `documents`, its number, the offsets of its sets, and their indices."""
         borders = np.searchsorted(documents, first)
         for shard in np.flatnonzero(np.diff(borders)).tolist():
-            members = np.load(self.folder.shard_file("sets", shard, "members.npy"), mmap_mode="r")
-            offsets = np.load(self.folder.shard_file("sets", shard, "offsets.npy"))
+            members = np.load(self.plan.shard_file("sets", shard, "members.npy"), mmap_mode="r")
+            offsets = np.load(self.plan.shard_file("sets", shard, "offsets.npy"))
             yield shard, offsets, np.searchsorted(members, documents[borders[shard] : borders[shard + 1]])
 
 
-class ResolveDuplicates(PipelineStep):
+class ResolveDuplicates(PlannedStep):
     """Find the clusters of near-duplicates, the document to keep in each, and for each other document the pair that
     removed it.
 
     A cluster is a connected component of similar pairs. The longest text is kept; ties go to the smallest key.
     """
 
-    type = "DEDUP"
     name = "clusters"
-
-    def __init__(self, root: Path, num_shards: int) -> None:
-        super().__init__()
-        self.folder, self.num_shards = WorkFolder(root), num_shards
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """The only task."""
-        shards = range(self.num_shards)
-        pairs = np.concatenate([np.load(self.folder.shard_file("similar", s, "pairs.npy")) for s in shards])
-        jaccard = np.concatenate([np.load(self.folder.shard_file("similar", s, "jaccard.npy")) for s in shards])
+        shards = range(self.plan.num_shards)
+        pairs = np.concatenate([np.load(self.plan.shard_file("similar", s, "pairs.npy")) for s in shards])
+        jaccard = np.concatenate([np.load(self.plan.shard_file("similar", s, "jaccard.npy")) for s in shards])
         # Only documents that occur in a pair; from here on they are numbered by their position in `documents`.
         documents = distinct(pairs.ravel())
         local = np.searchsorted(documents, pairs)
-        lengths = np.concatenate([np.load(self.folder.shard_file("lengths", s)) for s in shards])[documents]
+        lengths = np.concatenate([np.load(self.plan.shard_file("lengths", s)) for s in shards])[documents]
         labels = clusters(len(documents), local)
         keep = choose_survivors(labels, lengths)  # documents are in key order, so ties go to the smallest key
         removed, because_of, similarity = causes(labels, keep, local, jaccard)
         self._report(documents, labels, keep, removed, because_of, similarity)
-        save_array(self.folder.path("duplicates.npy"), documents[~keep])
+        save_array(self.plan.path("duplicates.npy"), documents[~keep])
         self.stat_update("clusters", value=len(np.unique(labels)))
         self.stat_update("removed", value=int((~keep).sum()))
 
@@ -206,15 +178,14 @@ class ResolveDuplicates(PipelineStep):
             for column in ("key", *PLACE):
                 columns[f"{name}_{column}"] = places[column].take(pa.array(which))
         columns["jaccard"] = pa.array(similarity)
-        with atomic_write(self.folder.path("duplicates.parquet")) as path:
-            pq.write_table(pa.table(columns), path, compression="zstd")
+        save_table(self.plan.path("duplicates.parquet"), pa.table(columns))
 
     def _places(self, documents: np.ndarray) -> pa.Table:
-        first = self.folder.first_documents(self.num_shards)
+        first = self.plan.first_documents()
         borders = np.searchsorted(documents, first)
         tables = []
-        for shard in range(self.num_shards):
+        for shard in range(self.plan.num_shards):
             wanted = documents[borders[shard] : borders[shard + 1]] - first[shard]
-            table = pq.read_table(self.folder.shard_file("sorted", shard, "parquet"), columns=["key", *PLACE])
+            table = pq.read_table(self.plan.shard_file("sorted", shard, "parquet"), columns=["key", *PLACE])
             tables.append(table.take(pa.array(wanted)))
         return pa.concat_tables(tables)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ..config.corpus import EvaluationSetConfig
@@ -12,28 +12,18 @@ from ..text.documents import FileReport, ReadRules, read_file
 from ..text.input_files import list_files
 from ..text.whole_file import read_text_file
 from .overlap import EvaluationIndex
-from .work_folder import atomic_write
+from .plan import Plan
 
+EVALUATION_TEXTS = "evaluation.json"  # in the work folder: the texts of the items by set
 _HEADING = re.compile(r"^ = (?!= ).* = $", re.MULTILINE)  # of an article; sections have two or more signs
 
 
-@dataclass(frozen=True)
-class EvaluationTexts:
-    """The items of each evaluation set, stored in a file that every task reads.
-
-    Args:
-        path: a JSON file that maps each set's name to a list of texts.
-    """
-
-    path: str
-
-    def read(self) -> dict[str, list[str]]:
-        """Return the texts of the items by set."""
-        return json.loads(Path(self.path).read_text(encoding="utf-8"))
-
-    def index(self, ngram: int) -> EvaluationIndex:
-        """Build the index that finds the items' n-grams in documents."""
-        return EvaluationIndex(self.read(), ngram)
+def evaluation_index(plan: Plan) -> EvaluationIndex | None:
+    """Build the index that finds the items' n-grams in documents; None if nothing is excluded."""
+    if not plan.config.evaluation_sets:
+        return None
+    items = json.loads(plan.path(EVALUATION_TEXTS).read_text(encoding="utf-8"))
+    return EvaluationIndex(items, plan.config.overlap.ngram)
 
 
 def read_evaluation_sets(sets: dict[str, EvaluationSetConfig]) -> dict[str, list[str]]:
@@ -43,21 +33,6 @@ def read_evaluation_sets(sets: dict[str, EvaluationSetConfig]) -> dict[str, list
         ValueError: a set cannot be read, is empty or has a different form; the message names its key.
     """
     return {name: _read_items(f"evaluation_sets.{name}", config) for name, config in sets.items()}
-
-
-def write_evaluation_texts(items: dict[str, list[str]], path: Path) -> EvaluationTexts:
-    """Write the items to `path`, from which every task reads them."""
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(items, ensure_ascii=False), encoding="utf-8")
-    return EvaluationTexts(str(path))
-
-
-def articles(text: str) -> list[str]:
-    """Split WikiText into articles: each begins with a line ` = Title = `; text before the first heading counts too."""
-    starts = [match.start() for match in _HEADING.finditer(text)]
-    borders = [0, *starts, len(text)]
-    found = [text[a:b].strip() for a, b in zip(borders[:-1], borders[1:], strict=True)]
-    return [article for article in found if article]
 
 
 def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
@@ -85,8 +60,11 @@ def _read_hub(key: str, config: EvaluationSetConfig) -> list[str]:
 
 
 def _articles(key: str, text: str) -> list[str]:
-    if text.strip() and not _HEADING.search(text):
+    """Split WikiText into articles: each begins with a line ` = Title = `; text before the first heading counts too."""
+    starts = [match.start() for match in _HEADING.finditer(text)]
+    if text.strip() and not starts:
         raise ValueError(
             f"`{key}` must hold articles that begin with a line ` = Title = ` (form wikitext), but has none"
         )
-    return articles(text)
+    found = [text[a:b].strip() for a, b in pairwise([0, *starts, len(text)])]
+    return [article for article in found if article]

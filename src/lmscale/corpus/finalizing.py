@@ -10,18 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datatrove.data import DocumentsPipeline
-from datatrove.pipeline.base import PipelineStep
 
 from ..config.family import family_of
+from ..data.indexed_corpus import MANIFEST, MANIFEST_FORMAT, TOKENIZER
 from ..data.indexed_writer import IndexedDataset, merge
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
-from .planning import Plan
-from .tokenizing import TOKENIZER
-from .work_folder import WorkFolder, atomic_write
+from .evaluation_sets import evaluation_index
+from .plan import Plan, PlannedStep, save_json, save_table
 
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
 REPORTS = "reports"
 _STAGE_LABELS = {
     "clean": "cleaned",
@@ -32,15 +29,10 @@ _STAGE_LABELS = {
 }
 
 
-class MergeShards(PipelineStep):
+class MergeShards(PlannedStep):
     """Merge the shards' binary datasets into one per source and split."""
 
-    type = "WRITER"
     name = "join"
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan, self.folder = plan, WorkFolder(plan.root)
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Task `rank` merges part `rank` of the plan.
@@ -49,12 +41,12 @@ class MergeShards(PipelineStep):
             ValueError: a shard is not tokenized.
         """
         # A shard without documents of this part has no dataset, but every complete one has this file.
-        self.folder.task_files("overlap", stage="tokenize", num_tasks=self.plan.num_shards, ending="parquet")
+        self.plan.task_files("overlap", stage="tokenize", num_tasks=self.plan.num_shards, ending="parquet")
         source, split = self.plan.parts[rank]
-        prefixes = [self.folder.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
-        prefixes = [prefix for prefix in prefixes if prefix.with_name(prefix.name + ".idx").is_file()]
+        prefixes = [self.plan.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
+        prefixes = [prefix for prefix in prefixes if _exists(prefix)]
         if prefixes:
-            target = self.folder.path("joined", part_name(self.plan, source, split))
+            target = self.plan.path("joined", part_name(self.plan, source, split))
             target.parent.mkdir(parents=True, exist_ok=True)
             merge(prefixes, target)
 
@@ -64,15 +56,10 @@ def part_name(plan: Plan, source: str, split: str) -> str:
     return f"{source}_{split}_text_{family_of(plan.config.architecture).corpus.sequence}"
 
 
-class FinalizeDataset(PipelineStep):
+class FinalizeDataset(PlannedStep):
     """Move the dataset to the output folder with tokenizer and reports; the manifest, written last, completes it."""
 
-    type = "WRITER"
     name = "finish"
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan, self.folder = plan, WorkFolder(plan.root)
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """The only task.
@@ -80,19 +67,19 @@ class FinalizeDataset(PipelineStep):
         Raises:
             ValueError: a source has no documents left, or for BERT none of two sentences, or no document is held out.
         """
-        output, joined = self.plan.output, self.folder.path("joined")
+        output, joined = self.plan.output, self.plan.path("joined")
         for index in joined.glob("*.idx"):  # an earlier attempt stopped after it had moved the .bin
             if not index.with_suffix(".bin").is_file():
                 os.replace(index, output / index.name)
-        tokenizer = read_tokenizer(self.folder.path(TOKENIZER))
+        tokenizer = read_tokenizer(self.plan.path(TOKENIZER))
         sources = self._describe_sources()
         stages = self._stages()
         self._check_left(sources, stages)
         reports = self._write_reports(output / REPORTS)
         for file in sorted(joined.glob("*")):
             os.replace(file, output / file.name)
-        shutil.copyfile(self.folder.path(TOKENIZER), output / TOKENIZER)
-        facts = json.loads(self.folder.path("plan.json").read_text(encoding="utf-8"))["facts"]
+        shutil.copyfile(self.plan.path(TOKENIZER), output / TOKENIZER)
+        facts = json.loads(self.plan.path("plan.json").read_text(encoding="utf-8"))["facts"]
         manifest = {
             "format": MANIFEST_FORMAT,
             "architecture": self.plan.config.architecture,
@@ -105,7 +92,7 @@ class FinalizeDataset(PipelineStep):
             "config": facts["config"],
             "versions": facts["versions"],
         }
-        _write_json(output / MANIFEST, manifest)
+        save_json(output / MANIFEST, manifest)
         if not self.plan.config.keep_work:
             for path in self.plan.root.iterdir():
                 if path.is_dir() and path.name != "logs":  # this task still writes to the logs
@@ -116,7 +103,7 @@ class FinalizeDataset(PipelineStep):
         for source, split in self.plan.parts:
             name = part_name(self.plan, source, split)
             # An earlier attempt may have moved some of them already.
-            prefix = next((p for p in (self.folder.path("joined", name), self.plan.output / name) if _exists(p)), None)
+            prefix = next((p for p in (self.plan.path("joined", name), self.plan.output / name) if _exists(p)), None)
             if prefix is None:
                 continue
             dataset = IndexedDataset(prefix)
@@ -162,7 +149,7 @@ class FinalizeDataset(PipelineStep):
     def _stages(self) -> dict[str, dict[str, dict[str, int]]]:
         """Return the counts of each stage and step, summed over tasks."""
         found: dict[str, dict[str, dict[str, int]]] = {}
-        for logs in sorted(self.folder.path("logs").iterdir()):
+        for logs in sorted(self.plan.path("logs").iterdir()):
             for file in sorted((logs / "stats").glob("*.json")):
                 for step in json.loads(file.read_text(encoding="utf-8")):
                     held = found.setdefault(logs.name, {}).setdefault(step["name"].split(": ", 1)[-1], {})
@@ -174,34 +161,34 @@ class FinalizeDataset(PipelineStep):
     def _inputs(self) -> list[dict]:
         """Return name, size and sha256 of every input, as written by the tasks of the first stage."""
         found: list[dict] = []
-        for file in sorted(self.folder.path("inputs").glob("[0-9]*.json")):
+        for file in sorted(self.plan.path("inputs").glob("[0-9]*.json")):
             found += json.loads(file.read_text(encoding="utf-8"))
         return sorted(found, key=lambda held: (held["source"], held["file"]))
 
     def _write_reports(self, folder: Path) -> dict:
         """Write the reports as files; return their summaries for the manifest."""
         folder.mkdir(exist_ok=True)
-        _write_json(folder / "dropped.json", self._dropped())
+        save_json(folder / "dropped.json", self._dropped())
         copies = self._concatenate("sorted", "copies.parquet")
-        _write_table(folder / "copies.parquet", copies)
+        save_table(folder / "copies.parquet", copies)
         summary = {"copies": len(copies)}
-        duplicates = self.folder.path("duplicates.parquet")
+        duplicates = self.plan.path("duplicates.parquet")
         if duplicates.is_file():
             table = pq.read_table(duplicates)
-            _write_table(folder / "duplicates.parquet", table)
+            save_table(folder / "duplicates.parquet", table)
             survivors = len(set(zip(table["survivor_key"].to_pylist(), strict=True)))
             summary |= {"near_duplicates": len(table), "clusters": survivors}
-        if self.plan.evaluation is not None:
+        if self.plan.config.evaluation_sets:
             contaminated = self._concatenate("overlap", "parquet")
-            _write_table(folder / "contaminated.parquet", contaminated)
+            save_table(folder / "contaminated.parquet", contaminated)
             summary["leakage"] = self._leakage(contaminated)
-            _write_json(folder / "leakage.json", summary["leakage"])
+            save_json(folder / "leakage.json", summary["leakage"])
         return summary
 
     def _dropped(self) -> dict[str, list[dict]]:
         """Return examples of dropped documents by reason, the first ones in order of their files."""
         found: dict[str, list[dict]] = {}
-        for file in sorted(self.folder.path("dropped").rglob("[0-9]*.json")):
+        for file in sorted(self.plan.path("dropped").rglob("[0-9]*.json")):
             for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
                 found.setdefault(reason, []).extend(examples)
         by_place = {
@@ -211,10 +198,10 @@ class FinalizeDataset(PipelineStep):
 
     def _leakage(self, contaminated: pa.Table) -> dict:
         """Measure how much of each evaluation set occurs in the training split, as in section 5.2."""
-        index = self.plan.evaluation.index(self.plan.config.overlap.ngram)
+        index = evaluation_index(self.plan)
         seen = index.new_seen()
         for shard in range(self.plan.num_shards):
-            seen |= np.load(self.folder.shard_file("overlap", shard, "seen.npy"))
+            seen |= np.load(self.plan.shard_file("overlap", shard, "seen.npy"))
         removed: dict[str, set] = {}
         for row in contaminated.to_pylist():
             removed.setdefault(row["item"].split("/")[0], set()).add((row["source"], row["file"], row["row"]))
@@ -223,7 +210,7 @@ class FinalizeDataset(PipelineStep):
 
     def _concatenate(self, kind: str, ending: str) -> pa.Table:
         shards = range(self.plan.num_shards)
-        return pa.concat_tables([pq.read_table(self.folder.shard_file(kind, shard, ending)) for shard in shards])
+        return pa.concat_tables([pq.read_table(self.plan.shard_file(kind, shard, ending)) for shard in shards])
 
 
 def summarize(output: Path) -> str:
@@ -249,15 +236,5 @@ def summarize(output: Path) -> str:
     return "\n".join(lines)
 
 
-def _write_table(path: Path, table: pa.Table) -> None:
-    with atomic_write(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
-
-
-def _write_json(path: Path, content: object) -> None:
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def _exists(prefix: Path) -> bool:
-    return prefix.with_name(prefix.name + ".idx").is_file()
+    return Path(f"{prefix}.idx").is_file()

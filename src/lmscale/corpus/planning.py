@@ -2,54 +2,21 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from ..config.corpus import PrepareConfig
 from ..config.from_dict import to_plain
 from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer
-from .evaluation_sets import EvaluationTexts, read_evaluation_sets, write_evaluation_texts
+from .evaluation_sets import EVALUATION_TEXTS, read_evaluation_sets
 from .inputs import InputFile, list_inputs
+from .plan import Plan, save_json
 from .reading import check_number
 from .tokenizing import save_tokenizer
-from .work_folder import WorkFolder, atomic_write
 
 FORMAT = 4  # of the intermediate files: incremented when they or the result of the same input change
-MAX_TASKS = 1000  # of the first stage
 # Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything the stages need; picklable.
-
-    Args:
-        config: the requested configuration.
-        root: path of the work folder, inside the output folder.
-        inputs: files (or parts of datasets) ordered by source and name.
-        num_tasks: tasks of the first stage, each of which reads some inputs.
-        num_shards: number of ranges of document keys, which the other stages process.
-        evaluation: texts to exclude from training, or None.
-    """
-
-    config: PrepareConfig
-    root: Path
-    inputs: tuple[InputFile, ...]
-    num_tasks: int
-    num_shards: int
-    evaluation: EvaluationTexts | None
-
-    @property
-    def output(self) -> Path:
-        """Folder of the dataset."""
-        return self.root.parent
-
-    @property
-    def parts(self) -> list[tuple[str, str]]:
-        """(source, split) of the datasets to produce, in order."""
-        return [(source, split) for source in sorted(self.config.sources) for split in ("train", "validation")]
 
 
 def make_plan(config: PrepareConfig) -> Plan:
@@ -71,33 +38,33 @@ def make_plan(config: PrepareConfig) -> Plan:
         if path is not None and path.is_dir() and output.resolve().is_relative_to(path):
             raise ValueError(f"`output` must be outside `sources.{name}.path` ({source.path}), but is {config.output}")
     inputs = tuple(list_inputs(config.sources))
-    folder = WorkFolder(output / ".work")
+    root = output / ".work"
     trains = config.tokenizer.kind == "trained"
     tokenizer = None if trains else load_published_tokenizer(config.tokenizer, config.architecture)
     items = read_evaluation_sets(config.evaluation_sets)
     facts = _facts(config, inputs, tokenizer, items)
-    _check_output(output, folder.root, facts)
+    _check_output(output, root, facts)
     check_number(inputs, config.sources)
     size = sum(file.num_bytes for file in inputs)
     num_shards = max(1, -(-size // (config.shard_mb * 10**6)))
-    kept = _kept(folder.root, "num_shards")
+    kept = _kept(root, "num_shards")
     if kept not in (None, num_shards):
         raise ValueError(
             f"`shard_mb` is fixed for a started preparation, but {config.shard_mb} gives {num_shards} shards and "
             f"{output} was started with {kept}; if memory is short, raise `launcher.memory_gb` or lower "
             "`launcher.workers`"
         )
-    num_tasks = min(len(inputs), MAX_TASKS)
     try:
-        folder.root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"`output` must be a folder that can be made, but {output}: {error.strerror}") from None
+    plan = Plan(config, root, inputs, num_shards)
     if tokenizer is not None:
-        save_tokenizer(tokenizer.inner, folder)
-    evaluation = write_evaluation_texts(items, folder.path("evaluation.json")) if items else None
-    with atomic_write(folder.path("plan.json")) as path:
-        path.write_text(json.dumps({"facts": facts, "num_shards": num_shards}, indent=1), encoding="utf-8")
-    return Plan(config, folder.root, inputs, num_tasks, num_shards, evaluation)
+        save_tokenizer(tokenizer.inner, plan)
+    if items:
+        save_json(plan.path(EVALUATION_TEXTS), items)
+    save_json(plan.path("plan.json"), {"facts": facts, "num_shards": num_shards})
+    return plan
 
 
 def _facts(

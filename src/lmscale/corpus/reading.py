@@ -1,53 +1,36 @@
 """Read sources as streams of documents, and report what was wrong in each file."""
 
-import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from datatrove.data import Document, DocumentsPipeline
-from datatrove.pipeline.base import PipelineStep
 
 from ..config.corpus import SourceConfig
 from ..text.documents import SURROGATE, FileReport, ReadRules, read_documents, read_file, reason_of
 from ..text.formats import Row, row_of
 from .inputs import InputFile
+from .plan import PlannedStep, save_json
 from .progress import Meter
-from .work_folder import WorkFolder, atomic_write
 
 
-class SourceReader(PipelineStep):
+class SourceReader(PlannedStep):
     """Read the documents of the inputs: task `rank` reads every `world_size`-th input, ordered by source and name.
 
     A document's id is the row's `id` (for an archive the member's name), or `<file>:<row>` if it has none. Its metadata
     are `source`, `file` and `row`, counted from 1. Bytes that are not UTF-8 and rows without text are counted;
     `inputs/<task>.json` holds these counts with the row of the first, and each file's sha256.
 
-    Args:
-        inputs: see `list_inputs`.
-        sources: configurations of the sources by name.
-        max_bad_rows: number of rows without text (FAULTS) allowed per file.
-        root: path of the work folder.
-
     Raises:
         ValueError: while reading, if a file is truncated, damaged, has changed since it was listed, or has too many bad
             rows; the message names the file and the row.
     """
 
-    type = "READER"
     name = "read"
-
-    def __init__(
-        self, inputs: Iterable[InputFile], sources: dict[str, SourceConfig], max_bad_rows: int, root: Path
-    ) -> None:
-        super().__init__()
-        self.inputs = sorted(inputs, key=lambda file: (file.source, file.name))
-        self.sources, self.max_bad_rows, self.folder = sources, max_bad_rows, WorkFolder(root)
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yield the documents of one task."""
         entries = []
-        with Meter(self.folder, "clean", rank) as meter:
-            for file in self.inputs[rank::world_size]:
+        with Meter(self.plan, "clean", rank) as meter:
+            for file in self.plan.inputs[rank::world_size]:
                 report = FileReport(file.path or file.name)
                 documents = self._documents(file, report)
                 while (document := self._timed_next(documents)) is not None:
@@ -57,16 +40,15 @@ class SourceReader(PipelineStep):
                 for kind, (number, _) in report.problems.items():
                     self.stat_update(kind, value=number)
                 entries.append(_entry(file, report))
-        with atomic_write(self.folder.path("inputs", f"{rank:05d}.json")) as path:
-            path.write_text(json.dumps(entries, indent=1, ensure_ascii=False), encoding="utf-8")
+        save_json(self.plan.shard_file("inputs", rank, "json"), entries)
 
     def _timed_next(self, documents: Iterator[Document]) -> Document | None:
         with self.track_time():
             return next(documents, None)
 
     def _documents(self, file: InputFile, report: FileReport) -> Iterator[Document]:
-        config = self.sources[file.source]
-        rules = rules_of(file.source, config, self.max_bad_rows)
+        config = self.plan.config.sources[file.source]
+        rules = rules_of(file.source, config, self.plan.config.max_bad_rows)
         if file.path is not None:
             rows = read_file(rules, report, (file.num_bytes, file.modified_ns))
         else:

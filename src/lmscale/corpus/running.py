@@ -18,16 +18,15 @@ from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, Slurm
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from ..data.tokenizer import DEFAULT_VOCAB_SIZE
+from ..data.indexed_corpus import TOKENIZER
 from .cleaning import DropShort, JoinStoryLines, KeepLanguage, RepairText
 from .collecting import CheckIds, ScatterDocuments, SortShard
 from .deduplicating import CompareCandidates, FindCandidates, ResolveDuplicates, ShingleCandidates
 from .finalizing import FinalizeDataset, MergeShards
-from .planning import Plan
+from .plan import Plan
 from .progress import StageBar
 from .reading import SourceReader
-from .tokenizing import TOKENIZER, TokenizeShard, TrainTokenizer
-from .work_folder import WorkFolder
+from .tokenizing import TokenizeShard, TrainTokenizer
 
 
 @dataclass(frozen=True)
@@ -41,38 +40,23 @@ class Stage:
 
 def stages(plan: Plan) -> list[Stage]:
     """Return the stages of a preparation, in the paper's order (section 4.1)."""
-    config, root, shards = plan.config, plan.root, plan.num_shards
-    dedup = config.dedup
-    is_fuzzy = dedup.jaccard is not None
-    bands = dedup.bands if is_fuzzy else 0
+    config, shards = plan.config, plan.num_shards
     found = [
         Stage("clean", plan.num_tasks, _cleaning(plan)),
-        Stage("ids", 1, [CheckIds(root, plan.num_tasks, config.duplicate_ids)]),
-        Stage("sort", shards, [SortShard(root, plan.num_tasks, bands, dedup.rows, dedup.ngram)]),
+        Stage("ids", 1, [CheckIds(plan)]),
+        Stage("sort", shards, [SortShard(plan)]),
     ]
-    if is_fuzzy:
+    if config.dedup.jaccard is not None:
         found += [
-            Stage("candidates", bands, [FindCandidates(root, shards, dedup.largest_bucket)]),
-            Stage("shingles", shards, [ShingleCandidates(root, shards, bands, dedup.ngram)]),
-            Stage("compare", shards, [CompareCandidates(root, shards, bands, dedup.jaccard)]),
-            Stage("resolve", 1, [ResolveDuplicates(root, shards)]),
+            Stage("candidates", config.dedup.bands, [FindCandidates(plan)]),
+            Stage("shingles", shards, [ShingleCandidates(plan)]),
+            Stage("compare", shards, [CompareCandidates(plan)]),
+            Stage("resolve", 1, [ResolveDuplicates(plan)]),
         ]
     if config.tokenizer.kind == "trained":
-        size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
-        found.append(
-            Stage("tokenizer", 1, [TrainTokenizer(root, shards, config.architecture, size, config.validation_every)])
-        )
-    tokenize = TokenizeShard(
-        root,
-        shards,
-        config.architecture,
-        config.validation_every,
-        plan.evaluation,
-        config.overlap.ngram,
-        config.overlap.share,
-    )
+        found.append(Stage("tokenizer", 1, [TrainTokenizer(plan)]))
     found += [
-        Stage("tokenize", shards, [tokenize]),
+        Stage("tokenize", shards, [TokenizeShard(plan)]),
         Stage("join", len(plan.parts), [MergeShards(plan)]),
         Stage("finish", 1, [FinalizeDataset(plan)]),
     ]
@@ -81,7 +65,7 @@ def stages(plan: Plan) -> list[Stage]:
 
 def _cleaning(plan: Plan) -> list[PipelineStep]:
     config, cleaning, dropped = plan.config, plan.config.cleaning, plan.root / "dropped"
-    steps: list[PipelineStep] = [SourceReader(plan.inputs, config.sources, config.max_bad_rows, plan.root)]
+    steps: list[PipelineStep] = [SourceReader(plan)]
     if cleaning.repair_text:
         steps.append(RepairText())
     joined = [name for name, source in config.sources.items() if source.join_lines]
@@ -92,7 +76,7 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
     if cleaning.min_tokens:
         tokenizer = plan.root / TOKENIZER if config.tokenizer.kind != "trained" else None
         steps.append(DropShort(cleaning.min_tokens, tokenizer, dropped / "short"))
-    return [*steps, ScatterDocuments(plan.root, plan.num_shards)]
+    return [*steps, ScatterDocuments(plan)]
 
 
 class QuietLocalExecutor(LocalPipelineExecutor):
@@ -148,13 +132,13 @@ def run_plan(plan: Plan) -> bool:
         whether the dataset is complete; on Slurm the jobs are only submitted.
     """
     logger.remove()  # silence loguru: progress bars and our messages replace it
-    launcher, folder = plan.config.launcher, WorkFolder(plan.root)
+    launcher = plan.config.launcher
     if launcher.kind == "slurm":
         _submit(plan)
         return False
     for stage in stages(plan):
-        logs = folder.path("logs", stage.name)
-        with StageBar(folder, stage.name, stage.num_tasks):
+        logs = plan.path("logs", stage.name)
+        with StageBar(plan, stage.name, stage.num_tasks):
             if launcher.kind == "ray":
                 workers = launcher.workers or -1
                 executor: Any = RayPipelineExecutor(
@@ -164,8 +148,8 @@ def run_plan(plan: Plan) -> bool:
                 workers = min(launcher.workers or os.cpu_count() or 1, stage.num_tasks)
                 executor = QuietLocalExecutor(stage.steps, stage.num_tasks, workers, logging_dir=str(logs))
             # The tasks already use all cores, so threads inside them would only compete.
-            with _environment(TOKENIZERS_PARALLELISM="true" if workers == 1 else "false"):
-                executor.run()
+            os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers == 1 else "false"
+            executor.run()
     return True
 
 
@@ -189,7 +173,7 @@ def _submit(plan: Plan) -> None:
             env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
             sbatch_args=dict(launcher.sbatch),
             depends=executors[-1] if executors else None,
-            logging_dir=str(WorkFolder(plan.root).path("logs", stage.name)),
+            logging_dir=str(plan.path("logs", stage.name)),
         )
         executors.append(executor)
         with tempfile.TemporaryFile("w+") as said:
@@ -217,17 +201,3 @@ def _stderr_to(file: int) -> Iterator[None]:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

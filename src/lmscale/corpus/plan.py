@@ -1,5 +1,6 @@
-"""Files through which the stages of a preparation pass their results on."""
+"""The plan of a preparation, and the files through which its stages pass their results on."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,12 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datatrove.pipeline.base import PipelineStep
+
+from ..config.corpus import PrepareConfig
+from .inputs import InputFile
+
+MAX_TASKS = 1000  # of the first stage
 
 
 @dataclass(frozen=True)
-class WorkFolder:
-    """Names of the files under `root`; shards are ranges of document keys, tasks are parts of the input.
+class Plan:
+    """Everything the stages need; picklable.
 
+    The work folder has these files; shards are ranges of document keys, tasks are parts of the input.
+
+    plan.json                           what determines the result
+    evaluation.json                     texts to exclude from training, if there are any
+    tokenizer.json
+    inputs/<task>.json                  counts and sha256 of the task's files
     cleaned/<task>_<part>.arrow         documents of a task; batch i has those of shard i
     ids/<task>.npy                      hashes of the documents' own ids
     sorted/<shard>.parquet              the shard's documents by key, without exact copies
@@ -29,9 +44,33 @@ class WorkFolder:
     progress/<stage>/<task>             documents and bytes so far
 
     Documents are numbered over all shards in key order.
+
+    Args:
+        config: the requested configuration.
+        root: path of the work folder, inside the output folder.
+        inputs: files (or parts of datasets) ordered by source and name.
+        num_shards: number of ranges of document keys, which the stages after the first one process.
     """
 
+    config: PrepareConfig
     root: Path
+    inputs: tuple[InputFile, ...]
+    num_shards: int
+
+    @property
+    def output(self) -> Path:
+        """Folder of the dataset."""
+        return self.root.parent
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of the first stage, each of which reads some inputs."""
+        return min(len(self.inputs), MAX_TASKS)
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """(source, split) of the datasets to produce, in order."""
+        return [(source, split) for source in sorted(self.config.sources) for split in ("train", "validation")]
 
     def path(self, *parts: object) -> Path:
         """Return the path of one of the files above; numbers are written with five digits."""
@@ -57,15 +96,25 @@ class WorkFolder:
             )
         return files
 
-    def first_documents(self, num_shards: int) -> np.ndarray:
+    def first_documents(self) -> np.ndarray:
         """Return the number of each shard's first document, and the total as last entry; int64 [shards + 1]."""
-        counts = [len(np.load(self.shard_file("lengths", shard), mmap_mode="r")) for shard in range(num_shards)]
-        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
+        counts = [len(np.load(self.shard_file("lengths", shard), mmap_mode="r")) for shard in range(self.num_shards)]
+        return np.cumsum([0, *counts], dtype=np.int64)
 
     def duplicates(self) -> np.ndarray:
         """Return the numbers of the documents to remove, sorted; empty if near-duplicates are kept."""
         path = self.path("duplicates.npy")
         return np.load(path) if path.is_file() else np.empty(0, dtype=np.int64)
+
+
+class PlannedStep(PipelineStep):
+    """A datatrove step that follows a plan; `run` does task `rank` of its stage."""
+
+    type = "LMSCALE"
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self.plan = plan
 
 
 @contextmanager
@@ -87,3 +136,15 @@ def save_array(path: Path, array: np.ndarray) -> None:
     """`np.save` with an atomic rename."""
     with atomic_write(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array)
+
+
+def save_table(path: Path, table: pa.Table) -> None:
+    """Write a compressed parquet file with an atomic rename."""
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def save_json(path: Path, content: object) -> None:
+    """Write a JSON file with an atomic rename."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
