@@ -14,7 +14,7 @@ from datatrove.data import DocumentsPipeline
 from .minhash import band_hashes
 from .plan import PlannedStep, atomic_write, save_array, save_table
 from .progress import Meter
-from .shingles import shingle_sets
+from .shingles import shingle_sets, starts_run
 
 SCHEMA = pa.schema(
     [
@@ -146,9 +146,7 @@ class SortShard(PlannedStep):
                 found.append(pa.ipc.open_file(file).get_batch(rank))
         table = pa.Table.from_batches(found, SCHEMA)
         table = table.sort_by([(name, "ascending") for name in ("key", "source", "file", "row")])
-        keys = _key_array(table)
-        is_first = np.ones(len(keys), dtype=bool)
-        is_first[1:] = keys[1:] != keys[:-1]
+        is_first = starts_run(np.array(table["key"].to_pylist(), dtype="V16"))
         copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
         save_table(self.plan.shard_file("sorted", rank, "copies.parquet"), copies)
         table = table.filter(pa.array(is_first))
@@ -198,9 +196,3 @@ def batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:
             held, size = [], 0
     if held:
         yield held
-
-
-def _key_array(table: pa.Table) -> np.ndarray:
-    """Return the keys as 16-byte values [documents] that can be compared."""
-    joined = b"".join(table["key"].to_pylist())
-    return np.frombuffer(joined, dtype="V16").copy() if joined else np.empty(0, dtype="V16")

@@ -9,10 +9,9 @@ from datatrove.data import DocumentsPipeline
 
 from .collecting import PLACE, batches
 from .duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
-from .overlap import distinct
 from .plan import PlannedStep, save_array, save_table
 from .progress import Meter
-from .shingles import shingle_sets
+from .shingles import distinct, offsets_of, shingle_sets
 
 PAIRS_AT_ONCE = 500_000
 SHINGLES_AT_ONCE = 2**24  # in memory at once, 8 bytes each, unless one pair has more
@@ -29,7 +28,6 @@ class FindCandidates(PlannedStep):
         columns = [np.load(self.plan.shard_file("bands", s), mmap_mode="r")[:, rank] for s in shards]
         pairs, num_large = candidate_pairs(np.concatenate(columns), self.plan.config.dedup.largest_bucket)
         first = self.plan.first_documents()
-        pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         of_first = np.searchsorted(pairs[:, 0], first)
         members = distinct(pairs.ravel())
         of_members = np.searchsorted(members, first)
@@ -57,7 +55,7 @@ class ShingleCandidates(PlannedStep):
         members = distinct(np.concatenate([np.empty(0, dtype=np.int64), *map(np.load, files)]))
         first = self.plan.first_documents()[rank]
         texts = pq.read_table(self.plan.shard_file("sorted", rank, "parquet"), columns=["text"])["text"]
-        values, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
+        values, counts = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
         with Meter(self.plan, "shingles", rank) as meter:
             for batch in batches(texts.take(pa.array(members - first))):
                 some, offsets = shingle_sets(batch, self.plan.config.dedup.ngram)
@@ -65,7 +63,7 @@ class ShingleCandidates(PlannedStep):
                 counts.append(np.diff(offsets))
                 meter.add(len(batch), sum(map(len, batch)))
         save_array(self.plan.shard_file("sets", rank, "values.npy"), np.concatenate(values))
-        save_array(self.plan.shard_file("sets", rank, "offsets.npy"), np.cumsum(np.concatenate(counts)))
+        save_array(self.plan.shard_file("sets", rank, "offsets.npy"), offsets_of(np.concatenate(counts)))
         save_array(self.plan.shard_file("sets", rank, "members.npy"), members)
         self.stat_update("documents", value=len(members))
 
@@ -118,12 +116,12 @@ class CompareCandidates(PlannedStep):
 
     def _sets(self, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the shingles of `documents` (sorted numbers) in the form of `shingle_sets`."""
-        parts, counts = [np.empty(0, dtype=np.uint64)], [np.zeros(1, dtype=np.int64)]
+        parts, counts = [np.empty(0, dtype=np.uint64)], [np.empty(0, dtype=np.int64)]
         for shard, offsets, places in self._located(documents, first):
             values = np.load(self.plan.shard_file("sets", shard, "values.npy"), mmap_mode="r")
             parts += [values[offsets[p] : offsets[p + 1]] for p in places]
             counts.append(offsets[places + 1] - offsets[places])
-        return np.concatenate(parts), np.cumsum(np.concatenate(counts))
+        return np.concatenate(parts), offsets_of(np.concatenate(counts))
 
     def _located(self, documents: np.ndarray, first: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield, per shard that has some of `documents`, its number, the offsets of its sets, and their indices."""

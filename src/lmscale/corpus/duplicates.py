@@ -5,8 +5,10 @@ numbered by a hash of their text, the result does not depend on the order of the
 """
 
 import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components, dijkstra
 
-from ..data.indexed_dataset import concatenate_ranges
+from .shingles import offsets_of, starts_run
 
 BLOCK_VALUES = 2**17  # shingles that `exact_jaccard` sorts at once: they fit a core's cache unless one pair has more
 _MUCH_LARGER = 16  # size ratio above which looking up the small set in the large one is faster than sorting both
@@ -27,11 +29,9 @@ def candidate_pairs(band: np.ndarray, largest_bucket: int = 1000) -> tuple[np.nd
         pairs: int64 [pairs, 2], (i, j) with i < j, distinct, ascending;
         num_large: number of buckets of more than `largest_bucket` documents.
     """
-    if len(band) == 0:
-        return np.empty((0, 2), dtype=np.int64), 0
     order = np.argsort(band, kind="stable")  # ascending within a bucket
     hashes = band[order]
-    begins = np.flatnonzero(np.concatenate([[True], hashes[1:] != hashes[:-1]]))
+    begins = np.flatnonzero(starts_run(hashes))
     sizes = np.diff(np.append(begins, len(band)))
     place = np.arange(len(band)) - np.repeat(begins, sizes)  # of a document in its bucket
     is_large = np.repeat(sizes > largest_bucket, sizes)
@@ -82,7 +82,7 @@ def _num_common(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> n
     """Count the common shingles of each pair, int64 [pairs]: sort both sets together and count equal neighbours."""
     begins, ends = offsets[:-1][pairs].tolist(), offsets[1:][pairs].tolist()
     sizes = np.diff(offsets)[pairs].sum(axis=1)
-    borders = np.append(0, np.cumsum(sizes))
+    borders = offsets_of(sizes)
     both = np.empty(borders[-1], dtype=np.uint64)
     for place, end, (begin_i, begin_j), (end_i, end_j) in zip(
         borders[:-1].tolist(), borders[1:].tolist(), begins, ends, strict=True
@@ -91,13 +91,9 @@ def _num_common(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> n
         both[place:middle] = values[begin_i:end_i]
         both[middle:end] = values[begin_j:end_j]
         both[place:end].sort()
-    is_common = np.empty(len(both), dtype=bool)
-    np.equal(both[1:], both[:-1], out=is_common[1:])
-    if len(both):
-        is_common[0] = False
+    is_common = ~starts_run(both)
     is_common[borders[:-1][sizes > 0]] = False
-    num_before = np.append(0, np.cumsum(is_common, dtype=np.int64))
-    return np.diff(num_before[borders])
+    return np.diff(offsets_of(is_common)[borders])
 
 
 def clusters(num_documents: int, pairs: np.ndarray) -> np.ndarray:
@@ -109,19 +105,12 @@ def clusters(num_documents: int, pairs: np.ndarray) -> np.ndarray:
 
     Returns:
         int64 [documents]: the smallest document of each document's component.
-
-    Source: hooking and shortcutting, Shiloach and Vishkin, "An O(log n) parallel connectivity algorithm", 1982.
     """
-    label = np.arange(num_documents, dtype=np.int64)
-    one, other = pairs[:, 0], pairs[:, 1]
-    while len(one):
-        low, high = np.minimum(label[one], label[other]), np.maximum(label[one], label[other])
-        apart = low != high
-        one, other, low, high = one[apart], other[apart], low[apart], high[apart]
-        np.minimum.at(label, high, low)  # a root takes the smallest root it has an edge to
-        while not np.array_equal(shorter := label[label], label):
-            label = shorter
-    return label
+    if num_documents == 0:
+        return np.empty(0, dtype=np.int64)
+    _, component = connected_components(_graph(num_documents, pairs), directed=False)
+    _, smallest = np.unique(component, return_index=True)
+    return smallest[component]
 
 
 def choose_survivors(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -135,11 +124,8 @@ def choose_survivors(labels: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         bool [documents], True for documents to keep.
     """
     order = np.lexsort((-np.asarray(lengths, dtype=np.int64), labels))
-    in_order = labels[order]
-    is_first = np.ones(len(labels), dtype=bool)
-    is_first[1:] = in_order[1:] != in_order[:-1]
     keep = np.zeros(len(labels), dtype=bool)
-    keep[order[is_first]] = True
+    keep[order[starts_run(labels[order])]] = True
     return keep
 
 
@@ -148,8 +134,8 @@ def causes(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find, for each removed document, the pair that connects it to its cluster's survivor.
 
-    A breadth-first search starts from the survivors. The cause of a removal is the document from which the search
-    reached it, over the fewest pairs; ties go to the most similar document, then to the smallest number.
+    The cause of a removal is the document before it on a path from the survivor over the fewest pairs; ties go to the
+    most similar document, then to the smallest number.
 
     Args:
         labels: int64 [documents], from `clusters` of the same pairs.
@@ -160,41 +146,18 @@ def causes(
     Returns:
         removed: int64 [removed], ascending; because_of: int64 [removed]; jaccard: float64 [removed], of the two.
     """
-    because_of = np.full(len(labels), -1, dtype=np.int64)
-    similarity = np.zeros(len(labels))
-    edges, first = _neighbours(len(labels), pairs, jaccard)
-    is_reached = keep.copy()
-    frontier = np.flatnonzero(keep)
-    while len(frontier):
-        source, target, weight = _edges_from(frontier, edges, first)
-        is_new = ~is_reached[target]
-        source, target, weight = source[is_new], target[is_new], weight[is_new]
-        order = np.lexsort((source, -weight, target))
-        source, target, weight = source[order], target[order], weight[order]
-        is_best = np.ones(len(target), dtype=bool)
-        is_best[1:] = target[1:] != target[:-1]
-        frontier = target[is_best]
-        because_of[frontier], similarity[frontier] = source[is_best], weight[is_best]
-        is_reached[frontier] = True
-    assert is_reached.all(), "a cluster has no survivor, or is not connected"
-    removed = np.flatnonzero(~keep)
-    return removed, because_of[removed], similarity[removed]
-
-
-def _neighbours(
-    num_documents: int, pairs: np.ndarray, jaccard: np.ndarray
-) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-    """Return neighbour and similarity of each edge in both directions, grouped by document, and each group's start."""
     source, target = np.concatenate([pairs, pairs[:, ::-1]]).T
-    order = np.argsort(source, kind="stable")
-    first = np.append(0, np.cumsum(np.bincount(source, minlength=num_documents)))
-    return (target[order], np.concatenate([jaccard, jaccard])[order]), first
+    if len(source) == 0:
+        return source, target, np.empty(0)
+    graph, survivors = _graph(len(labels), pairs), np.flatnonzero(keep)
+    distance = dijkstra(graph, directed=False, indices=survivors, unweighted=True, min_only=True)
+    assert np.isfinite(distance).all(), "a cluster has no survivor, or is not connected"
+    is_step = distance[source] + 1 == distance[target]
+    source, target, similarity = source[is_step], target[is_step], np.tile(jaccard, 2)[is_step]
+    order = np.lexsort((source, -similarity, target))
+    best = order[starts_run(target[order])]
+    return target[best], source[best], similarity[best]
 
 
-def _edges_from(
-    frontier: np.ndarray, edges: tuple[np.ndarray, np.ndarray], first: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return source, target and similarity of all edges that leave the documents of `frontier`."""
-    counts = first[frontier + 1] - first[frontier]
-    places = concatenate_ranges(first[frontier], counts)
-    return np.repeat(frontier, counts), edges[0][places], edges[1][places]
+def _graph(num_documents: int, pairs: np.ndarray) -> csr_array:
+    return csr_array((np.ones(len(pairs), dtype=bool), tuple(pairs.T)), shape=(num_documents, num_documents))

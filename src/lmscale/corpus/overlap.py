@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..data.indexed_dataset import concatenate_ranges
-from .shingles import word_ngrams
+from .shingles import distinct, starts_run, word_ngrams
 
 BLOCK_ITEMS = 2**22  # (n-gram, item) pairs processed at once, unless one document has more
 FILTER_SLOTS = 16  # bits of the filter per n-gram, for a false-positive rate of about 1/16
@@ -34,7 +34,7 @@ class EvaluationIndex:
         self._set_sizes = {name: len(texts) for name, texts in sets.items()}
         values, self._offsets = word_ngrams([text for texts in sets.values() for text in texts], n)
         order = np.argsort(values)
-        is_first = _is_first(values[order])
+        is_first = starts_run(values[order])
         self.ngrams = values[order][is_first]
         self._positions = np.empty(len(values), dtype=np.int64)
         self._positions[order] = np.cumsum(is_first) - 1
@@ -142,19 +142,6 @@ class EvaluationIndex:
         share = num_found / self.num_ngrams[item]
         enough = share >= threshold
         return document[enough], item[enough], share[enough]
-
-
-def distinct(keys: np.ndarray) -> np.ndarray:
-    """Sort-based `np.unique`; since numpy 2.3 that function hashes integers, which is many times slower on millions."""
-    keys = np.sort(keys)
-    return keys[_is_first(keys)]
-
-
-def _is_first(ordered: np.ndarray) -> np.ndarray:
-    """Mark the values that differ from their predecessor."""
-    is_first = np.ones(len(ordered), dtype=bool)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-    return is_first
 
 
 def _build_filter(ngrams: np.ndarray) -> tuple[np.uint64, np.ndarray]:

@@ -8,6 +8,7 @@ arithmetic on whole arrays. All constants are fixed, so a hash is the same in ev
 import functools
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import xxhash
@@ -42,15 +43,11 @@ def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     words, first = _hash_words(texts)
     values, offsets = _ngrams(words, first, n)
     values, offsets = _with_short_texts(values, offsets, texts, words, first)
-    for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+    for start, end in pairwise(offsets.tolist()):
         values[start:end].sort()
-    if len(values) == 0:
-        return values, offsets
-    is_new = np.empty(len(values), dtype=bool)
-    np.not_equal(values[1:], values[:-1], out=is_new[1:])
-    is_new[offsets[:-1]] = True
-    counts = np.add.reduceat(is_new, offsets[:-1], dtype=np.int64)  # no text is empty here
-    return values[is_new], _offsets(counts)
+    is_new = starts_run(values)
+    is_new[offsets[:-1]] = True  # no text is empty here
+    return values[is_new], offsets_of(is_new)[offsets]
 
 
 def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -89,10 +86,24 @@ def polynomial(columns: Sequence[np.ndarray]) -> np.ndarray:
     return mix(total)
 
 
-def _offsets(counts: np.ndarray) -> np.ndarray:
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """Return where each of several concatenated groups begins, and the end of the last, int64 [groups + 1]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
+
+
+def starts_run(ordered: np.ndarray) -> np.ndarray:
+    """Mark the values that differ from their predecessor."""
+    is_first = np.ones(len(ordered), dtype=bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return is_first
+
+
+def distinct(keys: np.ndarray) -> np.ndarray:
+    """Sort-based `np.unique`; since numpy 2.3 that function hashes integers, which is many times slower on millions."""
+    keys = np.sort(keys)
+    return keys[starts_run(keys)]
 
 
 def _hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +206,7 @@ def _byte_places(block: str) -> np.ndarray:
     widths = np.ones(len(points), dtype=np.int8)
     for first_wider in (0x80, 0x800, 0x10000):
         widths += points >= first_wider
-    return _offsets(widths)
+    return offsets_of(widths)
 
 
 def _encode(text: str) -> bytes:
@@ -208,7 +219,7 @@ def _hash_long_word(encoded: bytes) -> int:
 
 def _ngrams(words: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the n-grams within texts, in order, and the index of each text's first."""
-    offsets = _offsets(np.maximum(np.diff(first) - (n - 1), 0))
+    offsets = offsets_of(np.maximum(np.diff(first) - (n - 1), 0))
     values = np.empty(offsets[-1], dtype=np.uint64)
     inside = np.ones(len(words), dtype=bool)
     for back in range(1, n):  # no n-gram begins at the last n - 1 words of a text
@@ -242,4 +253,4 @@ def _with_short_texts(
     counts = np.diff(offsets)
     values = np.insert(values, offsets[short], shingles)
     counts[short] = 1
-    return values, _offsets(counts)
+    return values, offsets_of(counts)
