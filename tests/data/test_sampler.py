@@ -39,9 +39,9 @@ def test_an_epoch_smaller_than_a_batch_wraps_around() -> None:
     assert [epoch for _, epoch, _ in batch] == [0] * 5 + [1] * 5 + [2] * 2
 
 
-def test_indices_of_a_range_are_those_of_its_steps() -> None:
+def test_references_of_a_range_are_those_of_its_steps() -> None:
     sampler = GlobalBatchSampler(NUM_SAMPLES, BATCH, 0, 1, 5, STEPS)
-    assert sampler.indices_of(30, 50).tolist() == [index for step in steps() for _, _, index in step][30:50]
+    assert sampler.references(30, 50).tolist() == [row for step in steps() for row in step][30:50]
 
 
 def test_a_blend_refers_to_the_samples_of_each_dataset_in_its_own_order() -> None:
@@ -53,7 +53,7 @@ def test_a_blend_refers_to_the_samples_of_each_dataset_in_its_own_order() -> Non
             return places // self.size, self.size - 1 - places % self.size
 
     datasets, blend = [Ordered(7), Ordered(3)], Blend([3, 1])
-    ranks = [BlendedBatchSampler(datasets, blend, 6, rank, 2, 5, 4) for rank in range(2)]
+    ranks = [BlendedBatchSampler(24, 6, rank, 2, 5, 4, datasets=datasets, blend=blend) for rank in range(2)]
     found = [row for step in zip(*ranks, strict=True) for share in step for row in share.tolist()]
     which, places = (values.tolist() for values in blend.assign(0, 24))
     sizes = [datasets[number].size for number in which]

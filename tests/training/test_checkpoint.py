@@ -12,7 +12,7 @@ from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs
 
 from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
-from lmscale.data.sampler import GlobalBatchSampler
+from lmscale.data.sampler import EpochShuffle
 from lmscale.training.checkpoints import sharded_strategy
 from lmscale.training.checkpoints.resuming import find_checkpoint
 from lmscale.training.pretrain import pretrain
@@ -235,8 +235,8 @@ def test_checkpoints_are_saved_at_time_intervals(tmp_path) -> None:
 
 def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:
     """All settings agree but the samples differ, as a bug in the sampler would cause."""
-    original = GlobalBatchSampler._permutation_of
-    monkeypatch.setattr(GlobalBatchSampler, "_permutation_of", lambda self, epoch: original(self, epoch + 1))
+    original = EpochShuffle.__call__
+    monkeypatch.setattr(EpochShuffle, "__call__", lambda self, places: original(self, places + self.size))
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
     assert pretrain(resolve(run)) == 2

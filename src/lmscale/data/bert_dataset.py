@@ -9,9 +9,8 @@ from ..config.data import DataConfig
 from .bert_index import TargetLengths, write_pairs
 from .index_cache import cached_index
 from .indexed_dataset import IndexedDataset
-from .permutation import Permutation
 from .prepared import CorpusPart, PreparedCorpus
-from .sampler import in_epochs
+from .sampler import EpochShuffle
 
 IGNORE_LABEL = -100
 NUM_SPECIAL_TOKENS = 3  # [CLS] A [SEP] B [SEP]
@@ -46,7 +45,7 @@ class BERTDataset:
                 f"`data.seq_length` must be at least {NUM_SPECIAL_TOKENS + 2} for BERT, but is {config.seq_length}"
             )
         self.dataset = IndexedDataset(part.prefix)
-        self.config, self.seed, self.identity, self.number = config, seed, part.identity, number
+        self.config, self.number = config, number
         self.vocab_size = prepared.vocab_size
         self.special = prepared.special_ids
         self.is_continuation = prepared.load_tokenizer().is_continuation
@@ -60,21 +59,11 @@ class BERTDataset:
         )
         if len(self.pairs.rows) == 0:
             raise ValueError(f"the {name} part must have a document of at least 2 sentences, but has none")
-        self._shuffles: dict[int, Permutation] = {}
+        self.order = EpochShuffle(len(self), f"order/{part.identity}/{seed}")  # in a blend
 
     def __len__(self) -> int:
         """Number of samples per epoch."""
         return len(self.pairs.rows)
-
-    def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return epoch and index of this dataset's samples number `places` in a blend, both int64 of that shape."""
-        return in_epochs(places, len(self), self._shuffle_of)
-
-    def _shuffle_of(self, epoch: int) -> Permutation:
-        if epoch not in self._shuffles:
-            name = f"order/{self.identity}/{self.seed}/{epoch}"
-            self._shuffles = {epoch: Permutation(len(self), name)}  # earlier epochs are not needed again
-        return self._shuffles[epoch]
 
     def batch(self, epochs: np.ndarray, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Return training samples.

@@ -39,8 +39,8 @@ def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0,
     total = torch.zeros((), dtype=torch.int64)
     while first < last:
         end = min(last, first + _CHUNK, (first // sampler.num_samples + 1) * sampler.num_samples)  # within an epoch
-        indices = torch.from_numpy(sampler.indices_of(first, end))
-        total += digest_of_samples(torch.arange(first, end), indices)
+        rows = torch.from_numpy(sampler.references(first, end))
+        total += digest_of_samples(rows[:, 0], rows[:, 2])
         first = end
     return total
 

@@ -51,18 +51,6 @@ class PretrainDataModule(L.LightningDataModule):
         by_length: bool = False,
     ) -> None:
         super().__init__()
-        self._build(prepared, config, batch, seed, num_steps, num_validation_samples, by_length)
-
-    def _build(
-        self,
-        prepared: PreparedCorpus,
-        config: DataConfig,
-        batch: BatchConfig,
-        seed: int,
-        num_steps: int,
-        num_validation_samples: int | None,
-        by_length: bool,
-    ) -> None:
         identity = prepared.manifest["train"]["sha256"] + prepared.manifest["tokenizer"]
         self.corpus_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]  # of the training text, tokenized
         self.config, self.batch, self.seed, self.num_steps = config, batch, seed, num_steps
@@ -115,7 +103,8 @@ class PretrainDataModule(L.LightningDataModule):
         """The order of the training samples of one data rank."""
         layout = self.batch.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
         if self.is_blended:
-            return BlendedBatchSampler(self.train_samples, self.blend, *layout)
+            size = self.num_steps * self.batch.global_batch_size
+            return BlendedBatchSampler(size, *layout, datasets=self.train_samples, blend=self.blend)
         return GlobalBatchSampler(len(self.train_samples[0]), *layout)
 
     def val_dataloader(self) -> Loader:
@@ -223,7 +212,8 @@ class TextDataModule(PretrainDataModule):
         samples = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
         epoch = max(1, len(samples) // batch.global_batch_size) if not others else max(1, trainer.max_steps)
         steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)
-        self._build(self.prepared, self.data, batch, self.order_seed, steps, self.num_wanted, by_length=True)
+        super().__init__(self.prepared, self.data, batch, self.order_seed, steps, self.num_wanted, by_length=True)
+        self.trainer = trainer  # which Lightning's constructor forgets
         self.steps_per_epoch = min(epoch, steps)
 
     test_dataloader = predict_dataloader = PretrainDataModule.val_dataloader

@@ -1,6 +1,7 @@
 """The global order of samples, a function of the seed alone: blended datasets, divided among data ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -80,6 +81,31 @@ class OrderedSamples(Protocol):
         """Return epochs and indices of its samples number `places` in the run, both int64 of that shape."""
 
 
+class EpochShuffle:
+    """The order of samples that are shuffled again in every epoch.
+
+    Args:
+        size: samples per epoch.
+        name: seed of the shuffles, with the epoch's number.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self.size, self.name = size, name
+        self._shuffles: dict[int, Permutation] = {}
+
+    def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return epochs and indices of the samples number `places` in the run, both int64 of that shape."""
+        epochs, within = np.divmod(places, self.size)
+        indices = np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
+            if epoch not in self._shuffles:
+                self._shuffles = {epoch: Permutation(self.size, f"{self.name}/{epoch}")}  # earlier ones are done with
+            mine = epochs == epoch
+            indices[mine] = self._shuffles[epoch](within[mine])
+        return epochs, indices
+
+
+@dataclass(eq=False)
 class GlobalBatchSampler:
     """Yield this data rank's slice of the global batch per optimizer step.
 
@@ -95,25 +121,17 @@ class GlobalBatchSampler:
         start_step: steps already done.
     """
 
-    def __init__(
-        self,
-        num_samples: int,
-        global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        num_steps: int,
-        start_step: int = 0,
-    ) -> None:
-        assert global_batch_size % dp_size == 0
-        self.num_samples = num_samples
-        self.global_batch_size = global_batch_size
-        self.share = global_batch_size // dp_size
-        self.first_place = dp_rank * self.share
-        self.seed = seed
-        self.num_steps = num_steps
-        self.start_step = start_step
-        self._epoch, self._permutation = -1, None
+    num_samples: int
+    global_batch_size: int
+    dp_rank: int
+    dp_size: int
+    seed: int
+    num_steps: int
+    start_step: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.global_batch_size % self.dp_size == 0
+        self.order = EpochShuffle(self.num_samples, f"order/{self.seed}")
 
     def __len__(self) -> int:
         """Steps of the whole run, including completed ones: Lightning accounts for restored steps itself."""
@@ -121,25 +139,18 @@ class GlobalBatchSampler:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """Yield the references of each step: rows (sample number, epoch, index), int64 [B/W, 3]."""
+        share = self.global_batch_size // self.dp_size
         for step in range(self.start_step, self.num_steps):
-            first = step * self.global_batch_size + self.first_place
-            yield self.references(first, first + self.share)
+            first = step * self.global_batch_size + self.dp_rank * share
+            yield self.references(first, first + share)
 
     def references(self, first: int, last: int) -> np.ndarray:
         """Return rows (sample number, epoch, index) of samples number [first, last), int64 [last - first, 3]."""
         numbers = np.arange(first, last)
-        return np.stack([numbers, *in_epochs(numbers, self.num_samples, self._permutation_of)], axis=1)
-
-    def indices_of(self, first: int, last: int) -> np.ndarray:
-        """Return the indices of samples number [first, last), int64 [last - first]."""
-        return self.references(first, last)[:, 2]
-
-    def _permutation_of(self, epoch: int) -> Permutation:
-        if epoch != self._epoch:
-            self._epoch, self._permutation = epoch, Permutation(self.num_samples, f"order/{self.seed}/{epoch}")
-        return self._permutation
+        return np.stack([numbers, *self.order(numbers)], axis=1)
 
 
+@dataclass(eq=False, kw_only=True)
 class BlendedBatchSampler(GlobalBatchSampler):
     """The same for datasets that order their own samples, blended in fixed proportions.
 
@@ -148,24 +159,10 @@ class BlendedBatchSampler(GlobalBatchSampler):
 
     Args:
         datasets, blend: the datasets and how they alternate.
-        global_batch_size, dp_rank, dp_size, num_steps, start_step: as above.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[OrderedSamples],
-        blend: Blend,
-        global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        num_steps: int,
-        start_step: int = 0,
-    ) -> None:
-        super().__init__(
-            num_steps * global_batch_size, global_batch_size, dp_rank, dp_size, seed, num_steps, start_step
-        )
-        self.datasets, self.blend = datasets, blend
+    datasets: Sequence[OrderedSamples]
+    blend: Blend
 
     def references(self, first: int, last: int) -> np.ndarray:
         """Return rows (sample number, epoch, dataset x 2^40 + index) of the samples [first, last), int64 [n, 3]."""
@@ -177,21 +174,3 @@ class BlendedBatchSampler(GlobalBatchSampler):
             epochs, indices = self.datasets[number].order(places[mine])
             rows[mine, 1], rows[mine, 2] = epochs, (number << DATASET_SHIFT) + indices
         return rows
-
-
-def in_epochs(
-    places: np.ndarray, num_samples: int, permutation_of: Callable[[int], Permutation]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return epochs and indices of samples that are reshuffled in every epoch, both int64 of the shape of `places`.
-
-    Args:
-        places: numbers of the samples in the run.
-        num_samples: per epoch.
-        permutation_of: returns the shuffle of an epoch.
-    """
-    epochs, within = np.divmod(places, num_samples)
-    indices = np.empty_like(within)
-    for epoch in np.unique(epochs).tolist():
-        mine = epochs == epoch
-        indices[mine] = permutation_of(epoch)(within[mine])
-    return epochs, indices
