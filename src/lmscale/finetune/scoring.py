@@ -137,7 +137,7 @@ def _predict_spans(
 def _span_metrics(dataset: dict[str, Any], answers: dict[str, str]) -> tuple[dict[str, float], str | None]:
     """Return the scores of a set in percent, and a warning if all answers are null."""
     scores = score(dataset, answers)
-    return {k: v for k, v in scores.items() if not k.endswith(("total", "missing"))}, all_null_alarm(scores)
+    return {k: v for k, v in scores.items() if not k.endswith("total")}, all_null_alarm(scores)
 
 
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> Path:
