@@ -1,7 +1,7 @@
 """Tokenize the remaining documents by source and split, without those that contain evaluation text."""
 
 from collections.abc import Iterator
-from types import TracebackType
+from contextlib import ExitStack
 
 import numpy as np
 import pyarrow as pa
@@ -71,32 +71,6 @@ def kept_batches(plan: Plan, shard: int, columns: list[str]) -> Iterator[pa.Tabl
                 yield pa.Table.from_batches([held])
 
 
-class _Writers:
-    """Writers of one shard's binary datasets, one per source and split that has documents; a context manager."""
-
-    def __init__(self, plan: Plan, shard: int, vocab_size: int) -> None:
-        self.plan, self.shard, self.dtype = plan, shard, best_dtype(vocab_size)
-        self.writers: dict[tuple[str, str], IndexedWriter] = {}
-
-    def __enter__(self) -> "_Writers":
-        return self
-
-    def add(self, source: str, split: str, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
-        """Append documents, see `IndexedWriter.add_documents`."""
-        if (source, split) not in self.writers:
-            prefix = self.plan.path("tokens", self.shard, f"{source}_{split}")
-            prefix.parent.mkdir(parents=True, exist_ok=True)
-            self.writers[source, split] = IndexedWriter(prefix, self.dtype)
-        self.writers[source, split].add_documents(ids, sizes, counts)
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for writer in self.writers.values():
-            if error is None:
-                writer.finish()
-            else:
-                writer.discard()
-
-
 class TrainTokenizer(PlannedStep):
     """Train a tokenizer on the first documents by key, a random sample of the corpus."""
 
@@ -137,7 +111,9 @@ class TokenizeShard(PlannedStep):
         contaminated = [CONTAMINATED.empty_table()]
         encode = document_encoder(tokenizer, family_of(config.architecture).corpus.sequence)
         columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
-        with Meter(self.plan, "tokenize", rank) as meter, _Writers(self.plan, rank, tokenizer.vocab_size) as parts:
+        writers: dict[tuple[str, str], IndexedWriter] = {}  # one per source and split that has documents
+        self.plan.path("tokens", rank).mkdir(parents=True, exist_ok=True)
+        with Meter(self.plan, "tokenize", rank) as meter, ExitStack() as stack:
             for table in kept_batches(self.plan, rank, columns):
                 texts = table["text"].to_pylist()
                 splits = [split_of(key, config.validation_every) for key in table["key"].to_pylist()]
@@ -153,7 +129,11 @@ class TokenizeShard(PlannedStep):
                     chosen.setdefault((sources[place], splits[place]), []).append(texts[place])
                 for (source, split), some in chosen.items():
                     ids, sizes, counts, num_cut = encode(some)
-                    parts.add(source, split, ids, sizes, counts)
+                    if (source, split) not in writers:
+                        prefix = self.plan.path("tokens", rank, f"{source}_{split}")
+                        writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
+                        writers[source, split] = stack.enter_context(writer)
+                    writers[source, split].add_documents(ids, sizes, counts)
                     if num_cut is not None:
                         self.stat_update("sentences_cut", value=num_cut)
                 meter.add(len(texts), sum(map(len, texts)))

@@ -3,8 +3,10 @@
 import os
 import shutil
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
@@ -20,7 +22,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedWriter:
-    """Write a dataset document by document; files with the final names are always complete.
+    """Write a dataset document by document; files with the final names are always complete. A context manager.
 
     Memory holds 4 bytes per sequence and 8 per document. Both files are written under temporary names; `finish` renames
     `.bin`, then `.idx`. A `.bin` without its `.idx` is not a dataset.
@@ -37,10 +39,17 @@ class IndexedWriter:
         self.prefix, self.dtype = str(prefix), np.dtype(dtype).newbyteorder("<")
         self.sizes, self.document_indices = array("i"), array("q", [0])
         self._bin, self._idx = (f"{self.prefix}.{kind}.unfinished_{os.getpid()}" for kind in ("bin", "idx"))
-        try:
+        with self._writing():
             self._file = open(self._bin, "wb", buffering=1 << 20)
-        except OSError as error:
-            raise self._failure(error) from None
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.discard()
 
     def add_documents(self, ids: np.ndarray, sizes: np.ndarray, counts: np.ndarray) -> None:
         """Append documents; a sequence may be empty.
@@ -54,23 +63,16 @@ class IndexedWriter:
         if ids.size:
             tokens = ids.astype(self.dtype, copy=False)
             assert np.array_equal(tokens, ids), "the vocabulary decides the dtype"
-            try:
+            with self._writing():
                 self._file.write(tokens.tobytes())
-            except OSError as error:
-                self.discard()
-                raise self._failure(error) from None
         self.document_indices.frombytes((len(self.sizes) + np.cumsum(counts, dtype=np.int64)).tobytes())
         self.sizes.frombytes(sizes.astype(np.int32).tobytes())
 
     def append(self, other: "IndexedDataset") -> None:
         """Append all documents of another dataset of the same dtype by copying its files' bytes."""
         assert other.dtype == self.dtype
-        try:
-            with open(f"{other.prefix}.bin", "rb") as file:
-                shutil.copyfileobj(file, self._file, 1 << 24)
-        except OSError as error:
-            self.discard()
-            raise self._failure(error) from None
+        with self._writing(), open(f"{other.prefix}.bin", "rb") as file:
+            shutil.copyfileobj(file, self._file, 1 << 24)
         first = len(self.sizes)
         self.sizes.frombytes(other.sizes.tobytes())
         self.document_indices.frombytes((other.document_indices[1:] + first).tobytes())
@@ -78,7 +80,7 @@ class IndexedWriter:
     def finish(self) -> None:
         """Write the index and rename both files to their final names."""
         sizes = np.frombuffer(self.sizes, dtype=np.int32)
-        try:
+        with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -98,21 +100,21 @@ class IndexedWriter:
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             os.replace(self._bin, f"{self.prefix}.bin")
             os.replace(self._idx, f"{self.prefix}.idx")
-        except OSError as error:
-            self.discard()
-            raise self._failure(error) from None
 
     def discard(self) -> None:
         """Remove the unfinished files."""
-        try:
+        with suppress(OSError, AttributeError):  # flushing the last buffer fails on a full disk; there may be no file
             self._file.close()
-        except OSError:
-            pass  # flushing the last buffer fails on a full disk
         for path in (self._bin, self._idx):
             Path(path).unlink(missing_ok=True)
 
-    def _failure(self, error: OSError) -> ValueError:
-        return ValueError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}")
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.discard()
+            raise ValueError(f"{self.prefix}.bin and .idx cannot be written: {error.strerror}") from None
 
 
 def merge(prefixes: Sequence[str | Path], out: str | Path) -> None:
@@ -121,11 +123,6 @@ def merge(prefixes: Sequence[str | Path], out: str | Path) -> None:
     Raises:
         ValueError: one is damaged, or the disk is full.
     """
-    writer = IndexedWriter(out, IndexedDataset(prefixes[0]).dtype)
-    try:
+    with IndexedWriter(out, IndexedDataset(prefixes[0]).dtype) as writer:
         for prefix in prefixes:
             writer.append(IndexedDataset(prefix))
-    except BaseException:
-        writer.discard()
-        raise
-    writer.finish()

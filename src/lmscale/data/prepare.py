@@ -218,14 +218,13 @@ class TextCorpus:
 
     def _write(self, prefix: Path, texts: list[str], tokenizer: Tokenizer) -> dict:
         """Write the token file of a split; returns its entry of the manifest."""
-        writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
         encode, num_cut, num_without_pair = document_encoder(tokenizer, self.form.sequence), 0, 0
-        for start in range(0, len(texts), _BATCH):
-            ids, sizes, counts, cut = encode(texts[start : start + _BATCH])
-            writer.add_documents(ids, sizes, counts)
-            num_cut += cut or 0
-            num_without_pair += int((counts < 2).sum())
-        writer.finish()
+        with IndexedWriter(prefix, best_dtype(tokenizer.vocab_size)) as writer:
+            for start in range(0, len(texts), _BATCH):
+                ids, sizes, counts, cut = encode(texts[start : start + _BATCH])
+                writer.add_documents(ids, sizes, counts)
+                num_cut += cut or 0
+                num_without_pair += int((counts < 2).sum())
         entry = {
             "documents": len(texts),
             "bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
