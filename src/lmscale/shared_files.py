@@ -3,7 +3,11 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +23,23 @@ def write_atomically(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+@contextmanager
+def build_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that gets the name `folder` at the end, unless another process was first with equal files."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = folder.with_name(f".building_{uuid.uuid4().hex}")
+    building.mkdir()  # not by mkdtemp, whose folders no other user may read
+    try:
+        yield building
+        try:
+            os.rename(building, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def sync_to_disk(path: Path) -> None:

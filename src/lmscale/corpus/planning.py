@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ..config.corpus import PrepareConfig
 from ..config.from_dict import to_plain
-from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer
+from ..data.indexed_corpus import MANIFEST, TOKENIZER
+from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer, write_tokenizer
 from .evaluation_sets import EVALUATION_TEXTS, read_evaluation_sets
 from .inputs import InputFile, list_inputs
 from .plan import Plan, save_json
 from .reading import check_number
-from .tokenizing import save_tokenizer
 
 FORMAT = 4  # of the intermediate files: incremented when they or the result of the same input change
 # Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
@@ -60,7 +60,7 @@ def make_plan(config: PrepareConfig) -> Plan:
         raise ValueError(f"`output` must be a folder that can be made, but {output}: {error.strerror}") from None
     plan = Plan(config, root, inputs, num_shards)
     if tokenizer is not None:
-        save_tokenizer(tokenizer.inner, plan)
+        write_tokenizer(tokenizer.inner, plan.path(TOKENIZER))
     if items:
         save_json(plan.path(EVALUATION_TEXTS), items)
     save_json(plan.path("plan.json"), {"facts": facts, "num_shards": num_shards})
@@ -89,7 +89,7 @@ def _kept(root: Path, name: str) -> int | None:
 
 def _check_output(output: Path, root: Path, facts: dict) -> None:
     """Raise an error if the output is finished or was started with a different configuration."""
-    if (output / "manifest.json").exists():
+    if (output / MANIFEST).exists():
         raise ValueError(f"`output` must be a folder without a finished dataset, but {output} has one (manifest.json)")
     before = _kept(root, "facts")
     if before is None:

@@ -6,18 +6,17 @@ from contextlib import ExitStack
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tokenizers
 from datatrove.data import DocumentsPipeline
 
 from ..config.family import family_of
 from ..data.indexed_corpus import TOKENIZER
 from ..data.indexed_writer import IndexedWriter, best_dtype
 from ..data.sentences import document_encoder, text_pieces
-from ..data.tokenizer import DEFAULT_VOCAB_SIZE, read_tokenizer, train_tokenizer
+from ..data.tokenizer import DEFAULT_VOCAB_SIZE, read_tokenizer, train_tokenizer, write_tokenizer
 from .collecting import PLACE
 from .evaluation_sets import evaluation_index
 from .overlap import EvaluationIndex
-from .plan import Plan, PlannedStep, atomic_write, save_array, save_table
+from .plan import Plan, PlannedStep, save_array, save_table
 from .progress import Meter
 from .shingles import word_ngrams
 
@@ -32,20 +31,6 @@ CONTAMINATED = pa.schema(
         ("place", pa.int64()),  # index in its batch
     ]
 )
-
-
-def save_tokenizer(tokenizer: tokenizers.Tokenizer, plan: Plan) -> None:
-    """Write a tokenizer to the work folder.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    path = plan.path(TOKENIZER)
-    try:
-        with atomic_write(path) as temporary:
-            tokenizer.save(str(temporary))
-    except Exception as error:  # the library raises bare Exception where a disk is full
-        raise ValueError(f"{path} cannot be written: {error}") from None
 
 
 def split_of(key: bytes, validation_every: int) -> str:
@@ -81,7 +66,7 @@ class TrainTokenizer(PlannedStep):
         config = self.plan.config
         size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
         trained = train_tokenizer(list(self._texts()), config.architecture, size, "tokenizer.vocab_size")
-        save_tokenizer(trained, self.plan)
+        write_tokenizer(trained, self.plan.path(TOKENIZER))
 
     def _texts(self) -> Iterator[str]:
         characters = 0

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
-import uuid
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import tokenizers
 
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of
+from ..shared_files import build_folder
 from ..text.input_files import list_files
 from .indexed_corpus import TOKENIZER, IndexedCorpus, check_indexed
 from .indexed_dataset import IndexedDataset
@@ -187,10 +186,7 @@ class TextCorpus:
         return notes
 
     def _build(self, folder: Path, tokenizer: Tokenizer) -> None:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = folder.parent / f".building_{uuid.uuid4().hex}"
-        building.mkdir()  # not by mkdtemp, whose folders no other user may read
-        try:
+        with build_folder(folder) as building:
             manifest = {
                 "format_version": FORMAT_VERSION,
                 "architecture": self.form.name,
@@ -208,13 +204,6 @@ class TextCorpus:
             # `inner.save` writes the same and raises no OSError.
             (building / TOKENIZER).write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-            try:
-                os.rename(building, folder)
-            except OSError:  # another process was first; its files are the same
-                if not (folder / "manifest.json").is_file():
-                    raise
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
 
     def _write(self, prefix: Path, texts: list[str], tokenizer: Tokenizer) -> dict:
         """Write the token file of a split; returns its entry of the manifest."""

@@ -1,9 +1,6 @@
 """A checked finetuning job, and its data: each file is encoded once and cached under a hash of what it depends on."""
 
 import hashlib
-import os
-import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import tokenizers
 
 from ..config.finetune import FinetuneConfig, TaskConfig
 from ..data.tokenizer import Tokenizer
+from ..shared_files import build_folder
 from ..training.job import Job
 from .features import Features, load_features, save_features
 from .initial_checkpoint import InitialCheckpoint
@@ -62,14 +60,8 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     examples, report = read_examples(task, place)
     features = benchmark_of(task).encode(task, examples, tokenizer, report.notes())
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        temporary = cache_dir / f".{folder.name}.{uuid.uuid4().hex}"
-        temporary.mkdir()  # not by mkdtemp, whose folders no other user may read
-        save_features(features, temporary)
-        try:
-            os.rename(temporary, folder)
-        except OSError:  # another process was first
-            shutil.rmtree(temporary)
+        with build_folder(folder) as building:
+            save_features(features, building)
     except OSError as error:
         raise ValueError(f"`cache_dir` must be a writable folder with free space, but {cache_dir}: {error}") from None
     return folder
