@@ -12,7 +12,7 @@ from sharding import random_model, small_config
 
 from lmscale.checkpoint import CheckpointError
 from lmscale.checkpoint.hf_conversion import export_hugging_face
-from lmscale.config import TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 from lmscale.evaluation import ranks
@@ -153,10 +153,10 @@ def test_the_model_is_described_without_its_weights(tmp_path) -> None:
 
 def test_a_wrong_world_size_raises(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "", "LOCAL_RANK": ""})
-    assert evaluation_groups(1, 1) == PLAIN
+    assert evaluation_groups(Layout()) == PLAIN
     monkeypatch.setattr(os, "environ", torchrun_rank(0, 3))
     with pytest.raises(ValueError, match=r"must be `parallel.tp_size` x `parallel.dp_size` \(2 x 2\), but 3 ranks"):
-        evaluation_groups(2, 2)
+        evaluation_groups(Layout(tp_size=2, dp_size=2))
 
 
 def test_a_tokenizer_must_match_the_checkpoint(tmp_path) -> None:
@@ -212,10 +212,10 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
     monkeypatch.setattr(ranks, "evaluation_groups", lambda *_: ParallelContext(tp_size=2))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
     if ends:
-        assert run_on_rank(fail, "cpu", 2) == 2 and capsys.readouterr().err == "error: on every rank\n"
+        assert run_on_rank(fail, "cpu", Layout(tp_size=2)) == 2 and capsys.readouterr().err == "error: on every rank\n"
     else:
         with pytest.raises(RuntimeError, match="on one"):
-            run_on_rank(fail, "cpu", 2)
+            run_on_rank(fail, "cpu", Layout(tp_size=2))
     assert bool(ended) == ends
 
 
@@ -224,4 +224,4 @@ def test_ranks_that_see_only_their_own_gpu_are_all_refused(monkeypatch, rank: in
     monkeypatch.setattr(os, "environ", torchrun_rank(rank, 2))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 "):
-        evaluation_groups(2, 1, "cuda")
+        evaluation_groups(Layout(tp_size=2), "cuda")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..config import Layout
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..parallel import ParallelContext
@@ -77,9 +78,8 @@ def generate(job: GenerateJob) -> int:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
     sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
-    parallel = job.config.parallel
-    work = partial(_generate_until_closed, job)
-    return run_on_rank(work, job.config.accelerator, parallel.tp_size, pad_heads=parallel.pad_heads)
+    layout = Layout(**vars(job.config.parallel))
+    return run_on_rank(partial(_generate_until_closed, job), job.config.accelerator, layout)
 
 
 def _generate_until_closed(job: GenerateJob, context: ParallelContext, device: torch.device) -> int:

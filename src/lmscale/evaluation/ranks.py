@@ -19,13 +19,7 @@ TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer fai
 T = TypeVar("T")
 
 
-def run_on_rank(
-    work: Callable[[ParallelContext, torch.device], int],
-    accelerator: str,
-    tp_size: int,
-    dp_size: int = 1,
-    pad_heads: bool = False,
-) -> int:
+def run_on_rank(work: Callable[[ParallelContext, torch.device], int], accelerator: str, layout: Layout) -> int:
     """Run `work` on this rank's device.
 
     Returns:
@@ -36,9 +30,9 @@ def run_on_rank(
     """
     share_cores()
     use_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    context = evaluation_groups(tp_size, dp_size, "cuda" if use_gpu else "cpu", pad_heads)
+    context = evaluation_groups(layout, "cuda" if use_gpu else "cpu")
     device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-    if tp_size * dp_size == 1:
+    if layout.world_size == 1:
         return work(context, device)
     try:
         code = work(context, device)
@@ -51,26 +45,22 @@ def run_on_rank(
     return code
 
 
-def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_heads: bool = False) -> ParallelContext:
+def evaluation_groups(layout: Layout, device_type: str = "cpu") -> ParallelContext:
     """Create this rank's parallel context; with several ranks, join the process group of the environment.
 
     Args:
         device_type: `cuda` uses the GPU of the local rank and nccl, `cpu` uses gloo.
-        pad_heads: see `Layout`.
 
     Raises:
-        ValueError: the number of ranks that were started is not tp_size x dp_size, or a rank does not see the GPUs of
+        ValueError: the number of ranks that were started is not the layout's, or a rank does not see the GPUs of
             its node's ranks.
 
     Communicates:
         as `make_context`.
     """
     world = world_from_outside() or World()
-    if world.size != tp_size * dp_size:
-        raise ValueError(
-            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
-            f"but {world.size} ranks were started"
-        )
+    if world.size != layout.world_size:
+        raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
     if device_type == "cuda":
         if torch.cuda.device_count() < world.local_size:
             raise ValueError(
@@ -82,8 +72,7 @@ def evaluation_groups(tp_size: int, dp_size: int, device_type: str = "cpu", pad_
         return ParallelContext()
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
-    axes = Layout(tp_size=tp_size, dp_size=dp_size).axes
-    return make_context(axes, device_type, TIMEOUT, pad_heads=pad_heads)
+    return make_context(layout.axes, device_type, TIMEOUT, pad_heads=layout.pad_heads)
 
 
 def agree(action: Callable[[], T], context: ParallelContext) -> T:

@@ -86,8 +86,7 @@ def _fit(task: WikiText103 | Lambada, config: ZeroShotConfig, model: Transformer
 @record
 def evaluate(job: ZeroShotJob) -> int:
     """Evaluate on this rank; rank 0 writes. Returns the exit code; see `run_on_rank`."""
-    layout, accelerator = job.config.parallel, job.config.accelerator
-    return run_on_rank(partial(_evaluate, job), accelerator, layout.tp_size, layout.dp_size, layout.pad_heads)
+    return run_on_rank(partial(_evaluate, job), job.config.accelerator, job.config.parallel)
 
 
 def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) -> int:

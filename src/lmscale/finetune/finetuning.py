@@ -74,19 +74,15 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
 
 def _layout(run: FinetuneConfig, accelerator: str) -> Layout:
     """The grid of ranks; `dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
-    tp_size, dp_size, world = run.parallel.tp_size, run.parallel.dp_size, world_from_outside()
-    if tp_size == "auto":
+    parallel, world = run.parallel, world_from_outside()
+    if parallel.tp_size == "auto":
         raise ValueError("`parallel.tp_size` must be a whole number for finetuning, but is 'auto'")
     devices = torch.cuda.device_count() if accelerator == "gpu" else None
-    if dp_size == "auto":
-        size = world.size if world is not None else devices or tp_size
-        dp_size = max(1, size // tp_size)
-    layout = Layout(tp_size=tp_size, dp_size=dp_size, zero1=run.parallel.zero1, pad_heads=run.parallel.pad_heads)
+    size = world.size if world is not None else devices or parallel.tp_size
+    all_ranks = {"dp_size": max(1, size // parallel.tp_size)} if parallel.dp_size == "auto" else {}
+    layout = parallel.layout(**all_ranks)
     if world is not None and layout.world_size != world.size:
-        raise ValueError(
-            f"the world size must be `parallel.tp_size` x `parallel.dp_size` ({tp_size} x {dp_size}), "
-            f"but {world.size} ranks were started"
-        )
+        raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
     if world is None and devices is not None and layout.world_size > devices:
         raise ValueError(
             f"`parallel.tp_size` x `parallel.dp_size` must be at most the {devices} GPUs here, but is "
