@@ -51,7 +51,6 @@ class LoadedModel:
 
     Args:
         model: a `GPT` or `BERT` in evaluation mode, without gradients.
-        tokenizer: the tokenizer saved with the checkpoint; None if there is none.
         checkpoint_id: hash of the weights' checksums and the model's configuration. It depends neither on the path nor
             on the layout of this run, but on the tp_size with which the checkpoint was written.
         path: the checkpoint or Hugging Face folder that was read.
@@ -59,8 +58,6 @@ class LoadedModel:
     """
 
     model: nn.Module
-    config: TransformerConfig
-    tokenizer: Tokenizer | None
     checkpoint_id: str
     path: Path
     step: int
@@ -170,8 +167,7 @@ def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device:
     config.check_tensor_parallel(context.tp_size, context.pad_heads)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
     agree(lambda: _load_weights(model, path, context), context)
-    tokenizer = load_saved_tokenizer(path.parent / TOKENIZER_FOLDER, config)
-    return LoadedModel(model.eval().requires_grad_(False), config, tokenizer, _identify(metadata), path, metadata.step)
+    return LoadedModel(model.eval().requires_grad_(False), _identify(metadata), path, metadata.step)
 
 
 def _load_hugging_face(

@@ -148,10 +148,10 @@ def _write(
 ) -> None:
     """Write the record, and for LAMBADA one line of JSON per answer, in file order."""
     folder, task = Path(job.config.run_dir), job.task
-    kind, paper_size = record_kind(task, loaded.config, loaded.step)
+    kind, paper_size = record_kind(task, loaded.model.config, loaded.step)
     about = {
         "zero_shot": job.config.to_dict(),
-        "model": loaded.config.to_dict(),
+        "model": loaded.model.config.to_dict(),
         "paper_size": paper_size,
         "checkpoint": {"path": str(loaded.path), "id": loaded.checkpoint_id, "step": loaded.step},
         "tokenizer": job.tokenizer,
