@@ -1,11 +1,10 @@
 """LAMBADA's passages: read them, split off the last words, tokenize; no torch."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..data.tokenizer import Tokenizer
-from ..text.whole_file import TextFile
+from ..text.whole_file import TextFile, text_of_json
 
 # English function words. Models often predict them, but passages of LAMBADA rarely end in one (37 of 2,577 lines). The
 # list is ours; Radford et al. 2019 (section 3.3) do not publish theirs.
@@ -51,8 +50,7 @@ def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
         ValueError: a line has a different form or fewer than two words.
     """
     found = []
-    for number, line in enumerate(file.text.removesuffix("\n").split("\n"), start=1):
-        where = f"{file.name}, line {number}"
+    for where, line in file.lines:
         is_json = line.lstrip().startswith("{")
         if line.strip() and is_json != (form == "openai"):
             other = "openai" if is_json else "original"
@@ -113,13 +111,7 @@ def stop_word_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _text_of_json(line: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`task.path` must have JSON on each line, but {where}: {error}") from None
-    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise ValueError(f'`task.path` must have {{"text": ...}} on each line, but {where} does not')
-    text = value["text"]
+    text = text_of_json(line, "text", '`task.path` must have {"text": ...}', where)
     if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can escape lone surrogates
         raise ValueError(f"`task.path` must have valid Unicode on each line, but {where} has half a surrogate pair")
     return text

@@ -3,7 +3,6 @@
 A row is one sample of one prompt.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from ..config import TransformerConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..text.input_files import format_of
-from ..text.whole_file import read_text_file
+from ..text.whole_file import read_text_file, text_of_json
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,8 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     """
     file = read_text_file(path, "file")
     is_json = format_of(file.name) == "json"
-    lines = file.text.removesuffix("\n").split("\n")
-    named = [(f"{file.name}, line {number}", line) for number, line in enumerate(lines, start=1)]
-    return [(name, _prompt_of_json(line, name) if is_json else line) for name, line in named]
-
-
-def _prompt_of_json(line: str, name: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"`file` must have JSON on each line, but {name}: {error}") from None
-    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
-        raise ValueError(f'`file` must have {{"prompt": text}} on each line, but {name} does not')
-    return value["prompt"]
+    rule = '`file` must have {"prompt": text}'
+    return [(name, text_of_json(line, "prompt", rule, name) if is_json else line) for name, line in file.lines]
 
 
 @dataclass

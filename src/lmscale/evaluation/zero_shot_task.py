@@ -101,7 +101,7 @@ def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -
     if isinstance(config, LambadaConfig):
         passages = encode_passages(read_passages(file, config.form), tokenizer)
         return Lambada(file.name, file.sha256, config.form, passages)
-    if all(line.startswith("{") for line in file.text.removesuffix("\n").split("\n")):
+    if all(line.startswith("{") for _, line in file.lines):
         raise ValueError(f"`task.path` must be a WikiText file, but {config.path} has JSON lines, as LAMBADA's")
     tokens = tokenizer.encode_batch([detokenize(file.text)])[0]
     windows = Windows(len(tokens) - 1, config.window, config.stride)

@@ -1,6 +1,7 @@
 """Read a whole text file, such as an evaluation set or a file of prompts."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,12 @@ class TextFile:
     name: str
     text: str
     sha256: str
+
+    @property
+    def lines(self) -> list[tuple[str, str]]:
+        """(file and line number for messages, line) of each line."""
+        lines = self.text.removesuffix("\n").split("\n")
+        return [(f"{self.name}, line {number}", line) for number, line in enumerate(lines, start=1)]
 
 
 def read_text_file(path: str | Path, key: str) -> TextFile:
@@ -47,3 +54,21 @@ def read_text_file(path: str | Path, key: str) -> TextFile:
     if not text:
         raise ValueError(f"`{key}` must be a file with text, but {path} is empty")
     return TextFile(path.name, text, digest)
+
+
+def text_of_json(line: str, field: str, rule: str, where: str) -> str:
+    """Return the text in a field of a JSON object.
+
+    Args:
+        rule: what every line must have, with the key of the file, for messages.
+
+    Raises:
+        ValueError: the line is not JSON, or has no such text.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{rule.partition(' must ')[0]} must have JSON on each line, but {where}: {error}") from None
+    if not isinstance(value, dict) or not isinstance(value.get(field), str):
+        raise ValueError(f"{rule} on each line, but {where} does not")
+    return value[field]
