@@ -26,6 +26,21 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that gets the name `path` at the end, so that a file of that name is always complete.
+
+    Its folder is made. Processes that write the same file at once have different temporary names.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder that gets the name `folder` at the end, unless another process was first with equal files."""
     folder.parent.mkdir(parents=True, exist_ok=True)

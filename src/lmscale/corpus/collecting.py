@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import xxhash
 from datatrove.data import DocumentsPipeline
 
+from ..shared_files import replacing
 from .minhash import band_hashes
-from .plan import PlannedStep, atomic_write, save_array, save_table
+from .plan import PlannedStep, save_array, save_table
 from .progress import Meter
 from .shingles import shingle_sets, starts_run
 
@@ -78,7 +79,7 @@ class ScatterDocuments(PlannedStep):
         # Arrow's own format finds a batch among hundreds much faster than parquet finds a row group.
         options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
         with (
-            atomic_write(self.plan.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
+            replacing(self.plan.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
             pa.ipc.new_file(str(path), SCHEMA, options=options) as writer,
         ):
             for shard in range(self.plan.num_shards):
@@ -150,7 +151,7 @@ class SortShard(PlannedStep):
         copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
         save_table(self.plan.shard_file("sorted", rank, "copies.parquet"), copies)
         table = table.filter(pa.array(is_first))
-        with atomic_write(self.plan.shard_file("sorted", rank, "parquet")) as path:
+        with replacing(self.plan.shard_file("sorted", rank, "parquet")) as path:
             _write_groups(table, path)
         lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
         if self.plan.config.dedup.jaccard is not None:

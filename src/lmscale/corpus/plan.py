@@ -1,9 +1,6 @@
 """The plan of a preparation, and the files through which its stages pass their results on."""
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pyarrow.parquet as pq
 from datatrove.pipeline.base import PipelineStep
 
 from ..config.corpus import PrepareConfig
+from ..shared_files import replacing
 from .inputs import InputFile
 
 MAX_TASKS = 1000  # of the first stage
@@ -117,34 +115,19 @@ class PlannedStep(PipelineStep):
         self.plan = plan
 
 
-@contextmanager
-def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that is renamed to `path` at the end, so a file of that name is always complete.
-
-    A restarted task overwrites the file. Two processes that run the same task use different temporary names.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def save_array(path: Path, array: np.ndarray) -> None:
     """`np.save` with an atomic rename."""
-    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+    with replacing(path) as temporary, open(temporary, "wb") as file:
         np.save(file, array)
 
 
 def save_table(path: Path, table: pa.Table) -> None:
     """Write a compressed parquet file with an atomic rename."""
-    with atomic_write(path) as temporary:
+    with replacing(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 
 def save_json(path: Path, content: object) -> None:
     """Write a JSON file with an atomic rename."""
-    with atomic_write(path) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

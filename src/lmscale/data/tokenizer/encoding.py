@@ -2,9 +2,7 @@
 
 import hashlib
 import json
-import os
 import re
-import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from ...shared_files import replacing
 from .vocabulary import read_whole
 
 
@@ -92,11 +91,5 @@ def write_tokenizer(inner: tokenizers.Tokenizer, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Unique even if several machines share the folder; no other user could read a file of mkstemp.
-    temporary = path.with_name(f".unfinished_{uuid.uuid4().hex}")
-    try:
+    with replacing(path) as temporary:
         temporary.write_text(inner.to_str(pretty=True), encoding="utf-8")  # on a full disk `save` raises no OSError
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
