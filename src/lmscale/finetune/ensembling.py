@@ -63,27 +63,29 @@ def _sets_of(run: Path) -> list[str]:
 
 def _check_member(member: SetOutputs, first: SetOutputs, who: str, first_run: Path) -> None:
     """Check that a member has scored the same items in the same order as the first one."""
-    for of_one, of_first, what in zip(_facts(member), _facts(first), _FACTS, strict=True):
-        if of_one != of_first:
-            values = f", {of_first}, but has {of_one}" if len(f"{of_first}{of_one}") < 200 else ", but has others"
+    facts = _facts(first)
+    for what, of_one in _facts(member).items():
+        if of_one != facts[what]:
+            is_short = len(f"{facts[what]}{of_one}") < 200
+            values = f", {facts[what]}, but has {of_one}" if is_short else ", but has others"
             raise ValueError(f"{who} must have the {what} of {first_run}{values}")
 
 
-_FACTS = (
-    *("task", "validation sets", *(f"`task.{key}`" for key in _DECODING_KEYS)),
-    *("number of ids", "ids", "questions", "labels and windows (task.max_seq_length, task.doc_stride, tokenizer)"),
-)
-
-
-def _facts(outputs: SetOutputs) -> tuple[Any, ...]:
-    """What must be equal in all members, in the order of `_FACTS`."""
+def _facts(outputs: SetOutputs) -> dict[str, Any]:
+    """What must be equal in all members, by its name in messages."""
     task, features = outputs.task, outputs.features
     arrays = (features.labels, features.offsets, features.window_starts)
-    return (
-        *(task.name, task.chosen_on(), *(getattr(task, key) for key in _DECODING_KEYS)),
-        *(len(features.ids), features.ids, features.facts),  # of SQuAD the whole file, of RACE the levels
-        [None if array is None else (array.shape, array.tobytes()) for array in arrays],
-    )
+    return {
+        "task": task.name,
+        "validation sets": task.chosen_on(),
+        **{f"`task.{key}`": getattr(task, key) for key in _DECODING_KEYS},
+        "number of ids": len(features.ids),
+        "ids": features.ids,
+        "questions": features.facts,  # of SQuAD the whole file, of RACE the levels
+        "labels and windows (task.max_seq_length, task.doc_stride, tokenizer)": [
+            None if array is None else (array.shape, array.tobytes()) for array in arrays
+        ],
+    }
 
 
 def _combine(members: list[SetOutputs]) -> list[np.ndarray]:

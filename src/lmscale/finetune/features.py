@@ -1,7 +1,7 @@
 """Encoded inputs of one set: concatenated token ids in a few arrays, stored in a folder."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ class Features:
         ids: of the examples.
         facts: further data for scoring: `groups`, or SQuAD's `dataset` in the official form.
         notes: one line per reason for skipping rows.
-        identity: hash of everything the features depend on.
     """
 
     tokens: np.ndarray
@@ -40,7 +39,6 @@ class Features:
     window_starts: np.ndarray | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    identity: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -59,15 +57,11 @@ class Features:
         if count is None or count >= len(self):
             return self
         sequences = count * self.num_choices
-        return Features(
-            tokens=self.tokens[: self.starts[sequences]],
+        return replace(
+            self,
             starts=self.starts[: sequences + 1],
             second_starts=self.second_starts[:sequences],
             labels=self.labels[:count],
-            ids=self.ids,
-            num_choices=self.num_choices,
-            notes=self.notes,
-            identity=f"{self.identity}/{count}",
         )
 
 
@@ -81,7 +75,7 @@ def load_features(folder: Path) -> Features:
         name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in _ARRAYS if (folder / f"{name}.npy").is_file()
     }
     values = json.loads((folder / "features.json").read_text(encoding="utf-8"))
-    return Features(**arrays, **values, identity=folder.name)
+    return Features(**arrays, **values)
 
 
 def save_features(features: Features, folder: Path) -> None:

@@ -30,27 +30,19 @@ class FinetuneModel(nn.Module):
     Source: section 5.3; Devlin et al. 2018, section 4; Megatron-LM v1.0 for the dropout before the layer.
     """
 
-    def __init__(
-        self,
-        transformer: nn.Module,
-        pooler: nn.Module | None,
-        kind: HeadKind,
-        num_outputs: int,
-        head_dropout: float,
-        context: ParallelContext,
-    ) -> None:
+    def __init__(self, bert: nn.Module, kind: HeadKind, num_outputs: int, head_dropout: float) -> None:
         super().__init__()
-        config: TransformerConfig = transformer.config
+        config: TransformerConfig = bert.transformer.config
         self.kind, self.num_outputs, self.head_dropout = kind, num_outputs, head_dropout
         self.dropout_site = 1 + 3 * config.num_layers  # after those of the embedding and of every layer
-        self.transformer = transformer
+        self.transformer = bert.transformer
         # A micro-batch is padded to its longest item, so its length depends on the layout.
-        for layer in transformer.layers:
+        for layer in bert.transformer.layers:
             layer.attention.rows_per_head = config.max_position_embeddings
         if kind is not HeadKind.SPAN:
-            self.pooler = pooler
+            self.pooler = bert.pooler
         width = {HeadKind.CLASSIFICATION: num_outputs, HeadKind.CHOICE: 1, HeadKind.SPAN: 2}[kind]
-        self.head = ReplicatedLinear(config.hidden_size, width, context, config.initializer_std, role="readout")
+        self.head = ReplicatedLinear(config.hidden_size, width, bert.context, config.initializer_std, role="readout")
         parametrize(self.head, config)
         self.output_factor = config.scaling.output_factor
 
@@ -102,7 +94,7 @@ def build_finetune_model(
     """
     bert = build_model(config, context, seed=seed if draw_encoder else None, dtype=dtype, device=device)
     with torch.device(device):
-        model = FinetuneModel(bert.transformer, bert.pooler, kind, num_outputs, head_dropout, context)
+        model = FinetuneModel(bert, kind, num_outputs, head_dropout)
     model.head.to(dtype)
     drawn = {"head": model.head} | ({"pooler": model.pooler} if draw_pooler and kind is not HeadKind.SPAN else {})
     initialize_parameters(nn.ModuleDict(drawn), seed, context)  # initialization depends on a parameter's full name

@@ -2,10 +2,8 @@
 
 import json
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,25 +48,14 @@ def predict_sets(
     Raises:
         ValueError: SQuAD 2.0 has neither a validation set nor a threshold.
     """
-    if benchmark_of(task).head is HeadKind.SPAN:
-        predictions, metrics = _predict_spans(task, sets, logits, chosen_on)
-    else:
-        predictions = {name: _predict_classes(task, features, logits[name]) for name, features in sets.items()}
-        chosen = {name: [int(np.argmax(row)) for row in rows] for name, rows in logits.items()}
-        metrics = _pooled(task, sets, chosen, chosen_on)
+    predict = _predict_spans if benchmark_of(task).head is HeadKind.SPAN else _predict_classes
+    predictions, metrics = predict(task, sets, logits, chosen_on)
     pooled = set(metrics)
     for name, found in predictions.items():
-        metrics |= {_full_name(task, metric, name, pooled): value for metric, value in found.metrics.items()}
+        for metric, value in found.metrics.items():
+            plain = f"{task.name}/{metric}"
+            metrics[plain if name == "dev" and plain not in pooled else f"{plain}_{name}"] = value
     return predictions, metrics
-
-
-def _predict_classes(task: TaskConfig, features: Features, logits: list[np.ndarray]) -> Predictions:
-    chosen = [int(np.argmax(row)) for row in logits]
-    benchmark = benchmark_of(task)
-    answers = {name: benchmark.classes[c] for name, c in zip(features.ids, chosen, strict=True)}
-    if not features.is_labelled:
-        return Predictions(answers)
-    return Predictions(answers, benchmark.score(chosen, features.labels.tolist(), features.facts))
 
 
 def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[str]) -> list[str]:
@@ -81,24 +68,25 @@ def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[st
     return list(predict_sets(task, sets, logits, chosen_on)[1])
 
 
-def _full_name(task: TaskConfig, metric: str, set_name: str, pooled: Collection[str]) -> str:
-    """Return the metric's name, without the set for dev, unless that name denotes a pooled metric."""
-    plain = f"{task.name}/{metric}"
-    return plain if set_name == "dev" and plain not in pooled else f"{plain}_{set_name}"
-
-
-def _pooled(
-    task: TaskConfig, sets: dict[str, Features], chosen_classes: dict[str, list[int]], chosen_on: list[str]
-) -> dict[str, float]:
-    """Compute the metrics of all labelled validation sets pooled (MNLI: matched and mismatched)."""
+def _predict_classes(
+    task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
+) -> tuple[dict[str, Predictions], dict[str, float]]:
+    """Predict each set, and score all labelled validation sets pooled (MNLI: matched and mismatched)."""
+    benchmark, predictions = benchmark_of(task), {}
+    chosen = {name: [int(np.argmax(row)) for row in rows] for name, rows in logits.items()}
+    for name, features in sets.items():
+        answers = {key: benchmark.classes[c] for key, c in zip(features.ids, chosen[name], strict=True)}
+        predictions[name] = Predictions(answers)
+        if features.is_labelled:
+            predictions[name].metrics = benchmark.score(chosen[name], features.labels.tolist(), features.facts)
     names = [name for name in chosen_on if sets[name].is_labelled]
     if not names or names == ["dev"]:
-        return {}
-    chosen = [choice for name in names for choice in chosen_classes[name]]
+        return predictions, {}
+    classes = [choice for name in names for choice in chosen[name]]
     labels = [label for name in names for label in sets[name].labels.tolist()]
     groups = [group for name in names for group in sets[name].facts.get("groups", [])]
-    found = benchmark_of(task).score(chosen, labels, {"groups": groups})
-    return {f"{task.name}/{metric}": value for metric, value in found.items()}
+    found = benchmark.score(classes, labels, {"groups": groups})
+    return predictions, {f"{task.name}/{metric}": value for metric, value in found.items()}
 
 
 def _predict_spans(
@@ -129,15 +117,10 @@ def _predict_spans(
         odds = {key: best.null_odds for key, best in found.items()} if threshold is not None else None
         predictions[name] = Predictions(answers, null_odds=odds)
         if sets[name].is_labelled:
-            predictions[name].metrics, alarm = _span_metrics(sets[name].facts["dataset"], answers)
-            predictions[name].alarms = [alarm] if alarm else []
+            scores = score(sets[name].facts["dataset"], answers)
+            predictions[name].metrics = {key: value for key, value in scores.items() if not key.endswith("total")}
+            predictions[name].alarms = [alarm] if (alarm := all_null_alarm(scores)) else []
     return predictions, metrics
-
-
-def _span_metrics(dataset: dict[str, Any], answers: dict[str, str]) -> tuple[dict[str, float], str | None]:
-    """Return the scores of a set in percent, and a warning if all answers are null."""
-    scores = score(dataset, answers)
-    return {k: v for k, v in scores.items() if not k.endswith("total")}, all_null_alarm(scores)
 
 
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> Path:
