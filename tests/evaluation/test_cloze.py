@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config.data import TokenizerConfig
+from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, fit_passages, read_passages, stop_word_ids
@@ -166,10 +167,11 @@ def test_a_long_passage_loses_its_first_tokens_on_request() -> None:
     fitted = fit_passages([fits, long], 13, "file", truncate_left=True)
     assert fitted == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7), 3)]  # the last 11, and 2 of the word, are read
     task = Lambada("file", "0", "openai", [fits, long])
-    assert task.fit(13, truncate_left=True).counts["truncated"] == 1
-    assert task.fit(99, truncate_left=True).counts["truncated"] == 0
-    assert task.fit(13, truncate_left=True).counts["longest"] == task.counts["longest"] == 17  # of the file
-    assert "truncated" not in task.fit(99, truncate_left=False).counts
+    config = LambadaConfig("lambada", "file", truncate_left=True)
+    assert task.fit(13, config).counts["truncated"] == 1
+    assert task.fit(99, config).counts["truncated"] == 0
+    assert task.fit(13, config).counts["longest"] == task.counts["longest"] == 17  # of the file
+    assert "truncated" not in task.fit(99, LambadaConfig("lambada", "file")).counts
     with pytest.raises(ValueError, match=r"a word must leave a position .* \(3\) .*, but that of file, line 2 has 4"):
         fit_passages([Passage(2, (7, 8), (5, 6, 7, 8))], 3, "file", truncate_left=True)
 

@@ -45,7 +45,7 @@ def run_hydra_main(main: Callable[[], None], literal: Collection[str] = (), join
     _open_closed_streams()
     literal_values.set_aside(literal)
     if {"--help", "-h"} & set(sys.argv[1:]):
-        main = _print_help
+        main = partial(print, help_text(), flush=True)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else a first run prints that it found fonts
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
@@ -163,10 +163,6 @@ def _open_closed_streams() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")  # it takes the descriptor that is closed
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-
-
-def _print_help() -> None:
-    print(help_text(), flush=True)
 
 
 def _end_without_reader() -> NoReturn:

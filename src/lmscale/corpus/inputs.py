@@ -82,6 +82,7 @@ def _list_parts(source: str, config: SourceConfig) -> list[InputFile]:
     """
     import datasets
     import huggingface_hub
+    from fsspec.core import url_to_fs
 
     is_local = Path(config.name).exists()
     try:
@@ -90,9 +91,8 @@ def _list_parts(source: str, config: SourceConfig) -> list[InputFile]:
         dataset = builder.as_streaming_dataset(split=config.split)
         num_parts, columns = dataset.num_shards, dataset.column_names or next(iter(dataset)).keys()
         files = [str(file) for file in builder.config.data_files[config.split]]
-        sizes, modified_ns = _sizes(files), 0
-        if is_local:
-            modified_ns = max(Path(file).stat().st_mtime_ns for file in files)
+        sizes = [int(system.info(path)["size"]) for system, path in map(url_to_fs, files)]
+        modified_ns = max(Path(file).stat().st_mtime_ns for file in files) if is_local else 0
     except Exception as error:  # the library raises many types: no such dataset, subset or split, no network
         raise ValueError(
             f"`sources.{source}.name` must be a dataset that can be streamed, but {config.name!r}: {reason_of(error)}"
@@ -121,14 +121,3 @@ def _list_parts(source: str, config: SourceConfig) -> list[InputFile]:
         )
         for part, size in enumerate(sizes)
     ]
-
-
-def _sizes(files: list[str]) -> list[int]:
-    """Return the size of each file in bytes, by path or URL."""
-    from fsspec.core import url_to_fs
-
-    found = []
-    for file in files:
-        system, path = url_to_fs(file)
-        found.append(int(system.info(path)["size"]))
-    return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .sampler import GlobalBatchSampler
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # multipliers of SplitMix64, as signed numbers
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # multipliers of SplitMix64, as signed numbers: torch has no uint64 products
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _CHUNK = 1 << 20
@@ -22,10 +22,14 @@ def digest_of_samples(numbers: Tensor, indices: Tensor) -> Tensor:
     Shapes:
         numbers, indices: int64 [n]; the sample's number in the run and its index in the dataset.
     """
-    x = numbers * _GOLDEN + indices
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1  # torch's >> keeps the sign, hence the masks
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX_2
-    return (x ^ ((x >> 31) & 0x1FFFFFFFF)).sum()
+    return mix(numbers * GOLDEN + indices).sum()
+
+
+def mix(x: Tensor) -> Tensor:
+    """Mix the bits of int64 `x` (the SplitMix64 finalizer); torch's >> keeps the sign, hence the masks."""
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
+    return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0, num_shares: int = 1) -> Tensor:

@@ -68,17 +68,14 @@ class GPTOrder:
         """Return the document, 0..num_documents-1, at each position of the concatenated epochs; int64 of that shape."""
         return self._documents(positions) % self.num_documents
 
-    def windows_at(self, samples: np.ndarray) -> np.ndarray:
-        """Return the windows of these samples of the run; int64 of that shape."""
-        return self._windows(samples)
-
     @cached_property
     def _documents(self) -> "_Shuffle":
         count, first_apart = (n * self.num_documents for n in (self.num_epochs, self.num_epochs_together))
         return _Shuffle(count, first_apart, f"gpt documents {self.facts}")
 
     @cached_property
-    def _windows(self) -> "_Shuffle":
+    def windows_at(self) -> "_Shuffle":
+        """The function from samples of the run to their windows, both int64."""
         first_apart = (self.num_epochs_together * self.num_tokens - 1) // self.seq_length
         return _Shuffle(self.num_windows, first_apart, f"gpt windows {self.facts}")
 

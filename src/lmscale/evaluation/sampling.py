@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config.generate import Sampling
+from ..data.data_digest import GOLDEN, mix
 from ..parallel import ParallelContext
 
-# Odd multipliers of the SplitMix64 finalizer and of Weyl sequences, as signed numbers: torch has no uint64 products.
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_COLUMN = 0xD1B54A32D192ED03 - 2**64
+_COLUMN = 0xD1B54A32D192ED03 - 2**64  # odd multiplier of a Weyl sequence, as `GOLDEN`
 
 
 def sample_key(seed: int, prompt: Sequence[int], sample: int) -> int:
@@ -74,17 +71,10 @@ def gumbel_noise(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
     Source: Gumbel 1954; Maddison et al. 2014, "A* sampling", for argmax(score + noise) as a draw from the softmax.
     """
-    bits = _mix(_mix(_mix(keys) + positions * _GOLDEN) ^ _mix(ids * _COLUMN))
+    bits = mix(mix(mix(keys) + positions * GOLDEN) ^ mix(ids * _COLUMN))
     # 52 bits plus 1/2: exact in fp64, and never 0 or 1.
     uniform = ((bits & (2**52 - 1)).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Mix the bits of int64 `x` (the SplitMix64 finalizer); torch's >> keeps the sign, hence the masks."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
-    return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def _keep_most_probable(scores: Tensor, sampling: Sampling) -> Tensor:

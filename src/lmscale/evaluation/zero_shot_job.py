@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..config import TransformerConfig
 from ..config.zero_shot import ZeroShotConfig
 from ..parallel import ParallelContext
 from ..results import check_no_record, new_record, write_record
@@ -50,7 +49,7 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
     """
     check_no_record(config.run_dir)
     model, tokenizer = check_gpt(config)
-    task = _fit(read_task(config.task, tokenizer), config, model)
+    task = read_task(config.task, tokenizer).fit(model.max_position_embeddings, config.task)
     banned = stop_word_ids(tokenizer) if isinstance(task, Lambada) and config.task.stop_word_filter else []
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     return ZeroShotJob(config, task, about, banned)
@@ -64,23 +63,11 @@ def count(config: ZeroShotConfig) -> dict[str, int]:
     """
     if config.ckpt is not None:
         model, tokenizer = check_gpt(config, checks_ranks=False)
-        return _fit(read_task(config.task, tokenizer), config, model).counts
+        return read_task(config.task, tokenizer).fit(model.max_position_embeddings, config.task).counts
     tokenizer = load_requested_tokenizer(config.tokenizer)
     if tokenizer is None:
         raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
     return read_task(config.task, tokenizer).counts
-
-
-def _fit(task: WikiText103 | Lambada, config: ZeroShotConfig, model: TransformerConfig) -> WikiText103 | Lambada:
-    """The task as the model's positions allow it."""
-    positions = model.max_position_embeddings
-    if isinstance(task, Lambada):
-        return task.fit(positions, config.task.truncate_left)
-    if task.windows.window > positions:
-        raise ValueError(
-            f"`task.window` must be at most the model's positions ({positions}), but is {task.windows.window}"
-        )
-    return task
 
 
 @record

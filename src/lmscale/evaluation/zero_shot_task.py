@@ -51,6 +51,18 @@ class WikiText103:
             "stride": windows.stride,
         }
 
+    def fit(self, max_positions: int, config: WikiText103Config) -> "WikiText103":
+        """The same task, if the model has enough positions.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if config.window > max_positions:
+            raise ValueError(
+                f"`task.window` must be at most the model's positions ({max_positions}), but is {config.window}"
+            )
+        return self
+
 
 @dataclass(frozen=True)
 class Lambada:
@@ -83,11 +95,11 @@ class Lambada:
         }
         return counts if self.num_truncated is None else counts | {"truncated": self.num_truncated}
 
-    def fit(self, max_positions: int, truncate_left: bool) -> "Lambada":
+    def fit(self, max_positions: int, config: LambadaConfig) -> "Lambada":
         """The task with passages that a model of so many positions can read; see `fit_passages`."""
-        passages = fit_passages(self.passages, max_positions, self.file_name, truncate_left)
+        passages = fit_passages(self.passages, max_positions, self.file_name, config.truncate_left)
         num_truncated = sum(passage.num_dropped > 0 for passage in passages)
-        return replace(self, passages=passages, num_truncated=num_truncated if truncate_left else None)
+        return replace(self, passages=passages, num_truncated=num_truncated if config.truncate_left else None)
 
 
 def read_task(config: WikiText103Config | LambadaConfig, tokenizer: Tokenizer) -> WikiText103 | Lambada:
