@@ -30,6 +30,13 @@ _OF_LIGHTNING = {
     "strategy": ("parallel.tp_size", "parallel.dp_size"),
     "val_check_interval": ("trainer.validate_every_steps",),
 }
+# What a choice without a file needs, by its group.
+_OWN_FILE = {
+    "model": "; a model of your own needs model/{0}.yaml and recipe/{0}.yaml in conf/ or in --config-dir",
+    "task": "; a table of your own needs task/{0}.yaml in --config-dir",
+    "recipe": "; model={0} needs recipe/{0}.yaml beside its model file, such as conf/recipe/gpt_tiny.yaml, or recipe= "
+    "one of these",
+}
 
 
 def exit_with(error: Exception, job: str = "") -> NoReturn:
@@ -51,7 +58,8 @@ def _one_line(error: Exception) -> str:
         given = (override for override in sys.argv[1:] if override.replace("=", "/", 1) == missing)
         group, _, choice = next(given, "=".join(missing.rsplit("/", 1))).partition("=")  # a choice may have a slash
         choices = [option for option in error.options if not option.startswith("base")]
-        meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + _own_file(group, choice)
+        own_file = _OWN_FILE.get(group, "").format(choice)
+        meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + own_file
         return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
@@ -160,20 +168,6 @@ def _of_hugging_face(group: str, choice: str) -> str:
     if group == "tokenizer":
         return (
             f"; one of Hugging Face is given by its kind, {' or '.join(corpus_forms())}, with tokenizer.name={choice}"
-        )
-    return ""
-
-
-def _own_file(group: str, choice: str) -> str:
-    """What a model without a file, or without a recipe, needs."""
-    if group == "model":
-        return f"; a model of your own needs model/{choice}.yaml and recipe/{choice}.yaml in conf/ or in --config-dir"
-    if group == "task":
-        return f"; a table of your own needs task/{choice}.yaml in --config-dir"
-    if group == "recipe":
-        return (
-            f"; model={choice} needs recipe/{choice}.yaml beside its model file, such as conf/recipe/gpt_tiny.yaml, or "
-            "recipe= one of these"
         )
     return ""
 

@@ -84,9 +84,7 @@ def load_model(
         all-gathers of short texts over all ranks.
     """
     folder, is_published = _find(path)
-    if is_published:
-        return _load_hugging_face(folder, context, dtype, device)
-    return _load_ours(folder, context, dtype, device)
+    return (_load_hugging_face if is_published else _load_ours)(folder, context, dtype, device)
 
 
 def check_gpt(

@@ -34,7 +34,6 @@ class SpanExample:
     """A question answered by spans of the context: (text, first character) per annotator; empty if unanswerable."""
 
     id: str
-    title: str
     context: str
     question: str
     answers: tuple[tuple[str, int], ...]

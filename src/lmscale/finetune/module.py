@@ -21,7 +21,6 @@ from .heads import build_finetune_model
 from .initial_checkpoint import InitialCheckpoint
 from .scoring import Predictions, predict_sets
 from .tasks import HeadKind, benchmark_of
-from .timing import Timer
 
 
 class FinetuneModule(TrainingModule):
@@ -192,6 +191,28 @@ class FinetuneModule(TrainingModule):
         path = self.run_dir / "checkpoints" / checkpoint_name(self.completed_steps)
         strategy.begin_save(path, self.run.to_dict(), self.state_for_checkpoint())
         self.save_problem = strategy.finish_save()
+
+
+class Timer:
+    """Accumulate wall-clock time and CPU time of this process over intervals: training without scoring and saving.
+
+    On a shared machine, CPU time approximates the wall-clock time of an idle one; it excludes waiting for other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.wall_s, self.cpu_s = 0.0, 0.0
+        self._since: tuple[float, float] | None = None
+
+    def start(self) -> None:
+        """Start an interval."""
+        self._since = time.perf_counter(), time.process_time()
+
+    def stop(self) -> None:
+        """Stop the current interval, if any."""
+        if self._since is not None:
+            self.wall_s += time.perf_counter() - self._since[0]
+            self.cpu_s += time.process_time() - self._since[1]
+        self._since = None
 
 
 def _assemble(

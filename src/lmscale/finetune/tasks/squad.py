@@ -25,7 +25,7 @@ def _from_json(task: TaskConfig, place: str, report: RowReport) -> Iterator[Span
             for p, paragraph in enumerate(article["paragraphs"]):
                 for q, qa in enumerate(paragraph["qas"]):
                     where = f"data[{a}].paragraphs[{p}].qas[{q}]"
-                    yield from _example(task, article.get("title", ""), paragraph["context"], qa, where, report)
+                    yield from _example(task, paragraph["context"], qa, where, report)
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{place} must be SQuAD's official JSON, but fails with {error!r}") from None
 
@@ -39,12 +39,10 @@ def _from_hub(task: TaskConfig, place: str, report: RowReport) -> Iterator[SpanE
             rule = "`answers` must have `text` and `answer_start`, lists of equal length"
             report.refuse(rule, row["answers"], where)
             continue
-        yield from _example(task, row["title"], row["context"], row | {"answers": answers}, where, report)
+        yield from _example(task, row["context"], row | {"answers": answers}, where, report)
 
 
-def _example(
-    task: TaskConfig, title: str, context: str, qa: dict[str, Any], where: str, report: RowReport
-) -> list[SpanExample]:
+def _example(task: TaskConfig, context: str, qa: dict[str, Any], where: str, report: RowReport) -> list[SpanExample]:
     """Return the question, or nothing if it is invalid."""
     fault = _fault(task, context, qa)
     if fault is not None:
@@ -52,7 +50,7 @@ def _example(
         report.refuse(rule, value, where, *verb)
         return []
     answers = tuple((answer["text"], answer["answer_start"]) for answer in qa.get("answers", []))
-    return [SpanExample(qa["id"], title, context, qa["question"], answers, "answers" in qa)]
+    return [SpanExample(qa["id"], context, qa["question"], answers, "answers" in qa)]
 
 
 def _fault(task: TaskConfig, context: Any, qa: dict[str, Any]) -> tuple[Any, ...] | None:
