@@ -6,6 +6,7 @@ Source: section 5.2 and appendix E.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -99,14 +100,12 @@ def measure_losses(
     return losses
 
 
-def _batches(windows: Windows, size: int) -> list[range]:
+def _batches(windows: Windows, size: int) -> list[list[int]]:
     """Group consecutive windows of equal shape, at most `size` each; only first and last windows differ in shape."""
-    batches, first = [], 0
-    for index in range(1, len(windows) + 1):
-        full = index == len(windows) or windows[index][1:] != windows[first][1:] or index - first == size
-        if full:
-            batches.append(range(first, index))
-            first = index
+    batches = []
+    for _, group in groupby(range(len(windows)), key=lambda index: windows[index][1:]):
+        indices = list(group)
+        batches += [indices[start : start + size] for start in range(0, len(indices), size)]
     return batches
 
 
