@@ -19,9 +19,8 @@ from lmscale.config.data import TokenizerConfig
 from lmscale.corpus import cleaning
 from lmscale.corpus.cleaning import (
     DropShort,
-    JoinStoryLines,
+    EditText,
     KeepLanguage,
-    RepairText,
     join_story_lines,
     repair_text,
     token_test,
@@ -109,7 +108,7 @@ def test_ftfy_is_called_where_straight_quotes_look_like_mojibake(monkeypatch) ->
 
 
 def test_repaired_and_emptied_documents_are_counted() -> None:
-    step = RepairText()
+    step = EditText("repair text", repair_text, "repaired")
     kept = list(step.run(documents(["plain", "schÃ¶n", "\x00\x07", "\ufeff \n"])))
     assert [(d.id, d.text) for d in kept] == [("id1", "plain"), ("id2", "schön")]
     assert totals(step) == {"repaired": 3, "empty": 2}
@@ -150,7 +149,7 @@ def test_only_the_named_sources_are_joined() -> None:
     rows = documents(["a\nb", "a\nb", "ab"])
     rows[1].metadata["source"] = "stories"
     rows[2].metadata["source"] = "stories"
-    step = JoinStoryLines(["stories"])
+    step = EditText("join lines", join_story_lines, "joined", ["stories"])
     assert [document.text for document in step.run(rows)] == ["a\nb", "a b", "ab"]
     assert totals(step) == {"joined": 1}
 

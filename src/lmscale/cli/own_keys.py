@@ -55,8 +55,8 @@ def add_own_keys() -> None:
     kept = [word for name, word in own.items() if name not in typed]
     differing = [
         f"{word} ({'was ' + own[name].partition('=')[2] if name in own else 'new'})"
-        for name, word in _of_the_run(typed).items()
-        if word != own.get(name)
+        for name, word in typed.items()
+        if name.partition(".")[0] not in ("hydra", "resume") and word != own.get(name)
     ]
     sys.argv[1:1] = ["hydra.mode=RUN", *kept]  # the run may be a job of a sweep
     if not {"--config-dir", "-cd"} & set(sys.argv):
@@ -64,10 +64,6 @@ def add_own_keys() -> None:
     if (kept or differing) and is_first_rank():
         changed = f"; different here: {' '.join(differing)}" if differing else ""
         print(f"keys of the run in {folder}: {' '.join(kept) or 'all given'}{changed}", flush=True)
-
-
-def _of_the_run(words: dict[str, str]) -> dict[str, str]:
-    return {name: word for name, word in words.items() if name.partition(".")[0] not in ("hydra", "resume")}
 
 
 def _name(override: str) -> str:

@@ -8,7 +8,7 @@ import json
 import re
 import unicodedata
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
 
@@ -80,46 +80,38 @@ def join_story_lines(text: str) -> str:
     return _STORY_BREAKS.sub(" ", text)
 
 
-class RepairText(PipelineStep):
-    """Apply `repair_text` to every document and drop documents that become empty (only control characters)."""
+class EditText(PipelineStep):
+    """Edit every document, and drop documents that become empty (repaired ones: of control characters only).
+
+    Counts those that changed by `label` and those dropped as `empty`.
+
+    Args:
+        name: of the step.
+        edit: the function of a text.
+        sources: names of the sources to edit; None: all.
+    """
 
     type = "CLEAN"
-    name = "repair text"
 
-    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yield the documents; count those that changed as `repaired` and those dropped as `empty`."""
-        for document in data:
-            with self.track_time():
-                text = repair_text(document.text)
-                if text != document.text:
-                    self.stat_update("repaired")
-                    document.text = text
-            if text.strip():
-                yield document
-            else:
-                self.stat_update("empty")
-
-
-class JoinStoryLines(PipelineStep):
-    """Apply `join_story_lines` to the documents of the named sources; count those that changed as `joined`."""
-
-    type = "CLEAN"
-    name = "join lines"
-
-    def __init__(self, sources: Iterable[str]) -> None:
+    def __init__(
+        self, name: str, edit: Callable[[str], str], label: str, sources: Collection[str] | None = None
+    ) -> None:
+        self.name, self.edit, self.label, self.sources = name, edit, label, sources
         super().__init__()
-        self.sources = frozenset(sources)
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yield the documents."""
         for document in data:
-            if document.metadata["source"] in self.sources:
+            if self.sources is None or document.metadata["source"] in self.sources:
                 with self.track_time():
-                    text = join_story_lines(document.text)
+                    text = self.edit(document.text)
                     if text != document.text:
-                        self.stat_update("joined")
+                        self.stat_update(self.label)
                         document.text = text
-            yield document
+            if document.text.strip():
+                yield document
+            else:
+                self.stat_update("empty")
 
 
 class DocumentFilter(PipelineStep):

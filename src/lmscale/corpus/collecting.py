@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import xxhash
 from datatrove.data import DocumentsPipeline
 
+from ..data.sentences import by_size
 from ..shared_files import replacing
 from .minhash import band_hashes
 from .plan import PlannedStep, save_array, save_table
@@ -188,12 +189,4 @@ def _write_groups(table: pa.Table, path: Path) -> None:
 
 def batches(texts: pa.ChunkedArray) -> Iterator[list[str]]:
     """Yield `texts` in order, in lists of about BATCH_BYTES."""
-    held, size = [], 0
-    for text in texts:
-        held.append(text.as_py())
-        size += len(held[-1])
-        if size >= BATCH_BYTES:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
+    return by_size((text.as_py() for text in texts), len, BATCH_BYTES)

@@ -19,7 +19,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from ..data.indexed_corpus import TOKENIZER
-from .cleaning import DropShort, JoinStoryLines, KeepLanguage, RepairText
+from .cleaning import DropShort, EditText, KeepLanguage, join_story_lines, repair_text
 from .collecting import CheckIds, ScatterDocuments, SortShard
 from .deduplicating import CompareCandidates, FindCandidates, ResolveDuplicates, ShingleCandidates
 from .finalizing import FinalizeDataset, MergeShards
@@ -67,10 +67,10 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
     config, cleaning, dropped = plan.config, plan.config.cleaning, plan.root / "dropped"
     steps: list[PipelineStep] = [SourceReader(plan)]
     if cleaning.repair_text:
-        steps.append(RepairText())
+        steps.append(EditText("repair text", repair_text, "repaired"))
     joined = [name for name, source in config.sources.items() if source.join_lines]
     if joined:
-        steps.append(JoinStoryLines(joined))
+        steps.append(EditText("join lines", join_story_lines, "joined", joined))
     if cleaning.language is not None:
         steps.append(KeepLanguage(cleaning.language, cleaning.min_language_score, dropped / "language"))
     if cleaning.min_tokens:

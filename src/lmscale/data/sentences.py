@@ -6,12 +6,14 @@ Pieces bound memory by bytes, not by the number of documents: no token, word or 
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
 
 from .tokenizer import END_OF_TEXT, Tokenizer
 
+Item = TypeVar("Item")
 DocumentEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray, int | None]]
 PIECE_CHARACTERS = 2**18  # of a text at once, unless it has no space; a tokenizer needs some 200 bytes for each
 GROUP_CHARACTERS = 2**20  # of several texts at once
@@ -48,14 +50,19 @@ def text_pieces(text: str) -> Iterator[str]:
 
 def grouped(texts: Iterable[str]) -> Iterator[list[tuple[int, str]]]:
     """Yield the pieces of all texts in order with the number of their text, in lists of about GROUP_CHARACTERS."""
+    pieces = ((number, piece) for number, text in enumerate(texts) for piece in text_pieces(text))
+    return by_size(pieces, lambda numbered: len(numbered[1]), GROUP_CHARACTERS)
+
+
+def by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Yield the items in order, in lists that end where their sizes add up to `limit`."""
     held, size = [], 0
-    for number, text in enumerate(texts):
-        for piece in text_pieces(text):
-            held.append((number, piece))
-            size += len(piece)
-            if size >= GROUP_CHARACTERS:
-                yield held
-                held, size = [], 0
+    for item in items:
+        held.append(item)
+        size += size_of(item)
+        if size >= limit:
+            yield held
+            held, size = [], 0
     if held:
         yield held
 
