@@ -29,10 +29,7 @@ class References(Dataset):
         for number in np.unique(which).tolist():
             mine = np.flatnonzero(which == number)
             for key, values in self.datasets[number].batch(epochs[mine], indices[mine]).items():
-                if len(mine) == len(references):
-                    batch[key] = values
-                else:
-                    batch.setdefault(key, np.empty((len(references), *values.shape[1:]), values.dtype))[mine] = values
+                batch.setdefault(key, np.empty((len(references), *values.shape[1:]), values.dtype))[mine] = values
         return batch | {"sample_numbers": numbers, "sample_indices": places}
 
 
