@@ -28,7 +28,6 @@ CONTAMINATED = pa.schema(
         *((name, pa.int64() if name == "row" else pa.string()) for name in PLACE),
         ("item", pa.string()),  # set/number
         ("share", pa.float64()),  # of the item's n-grams found in the document
-        ("place", pa.int64()),  # index in its batch
     ]
 )
 
@@ -93,7 +92,7 @@ class TokenizeShard(PlannedStep):
         config, tokenizer = self.plan.config, read_tokenizer(self.plan.path(TOKENIZER))
         index = evaluation_index(self.plan)
         seen = index.new_seen() if index is not None else None
-        contaminated = [CONTAMINATED.empty_table()]
+        contaminated, num_bad = [CONTAMINATED.empty_table()], 0
         encode = document_encoder(tokenizer, family_of(config.architecture).corpus.sequence)
         columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
         writers: dict[tuple[str, str], IndexedWriter] = {}  # one per source and split that has documents
@@ -104,9 +103,9 @@ class TokenizeShard(PlannedStep):
                 splits = [split_of(key, config.validation_every) for key in table["key"].to_pylist()]
                 places = range(len(texts))
                 if index is not None:
-                    found = self._find_evaluation_text(table, texts, splits, index, seen)
+                    bad, found = self._find_evaluation_text(table, texts, splits, index, seen)
                     contaminated.append(found)
-                    bad = set(found["place"].to_pylist())
+                    num_bad += len(bad)
                     places = [place for place in places if place not in bad]
                 chosen: dict[tuple[str, str], list[str]] = {}
                 sources = table["source"].to_pylist()
@@ -122,16 +121,18 @@ class TokenizeShard(PlannedStep):
                     if num_cut is not None:
                         self.stat_update("sentences_cut", value=num_cut)
                 meter.add(len(texts), sum(map(len, texts)))
-        found = pa.concat_tables(contaminated).drop_columns("place")
-        save_table(self.plan.shard_file("overlap", rank, "parquet"), found)
+        save_table(self.plan.shard_file("overlap", rank, "parquet"), pa.concat_tables(contaminated))
         if seen is not None:
             save_array(self.plan.shard_file("overlap", rank, "seen.npy"), seen)
-        self.stat_update("contaminated", value=sum(len(set(held["place"].to_pylist())) for held in contaminated))
+        self.stat_update("contaminated", value=num_bad)
 
     def _find_evaluation_text(
         self, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
-    ) -> pa.Table:
-        """Return which documents contain which items, as CONTAMINATED; mark the n-grams of training text in `seen`."""
+    ) -> tuple[set[int], pa.Table]:
+        """Return the places in the batch of the documents that contain items, and which, as CONTAMINATED.
+
+        Marks the n-grams of training text in `seen`.
+        """
         values, offsets = word_ngrams(texts, index.n)
         documents, items, shares = index.contaminates(values, offsets, self.plan.config.overlap.share)
         is_trained = np.array([split == "train" for split in splits])
@@ -139,5 +140,5 @@ class TokenizeShard(PlannedStep):
         index.mark_seen(values[np.repeat(is_trained, np.diff(offsets))], seen)
         columns = {name: table[name].take(pa.array(documents)) for name in PLACE}
         columns["item"] = [index.names[item] for item in items]
-        columns |= {"share": shares, "place": documents}
-        return pa.table(columns, schema=CONTAMINATED)
+        columns["share"] = shares
+        return set(documents.tolist()), pa.table(columns, schema=CONTAMINATED)
