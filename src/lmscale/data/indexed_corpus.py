@@ -27,7 +27,7 @@ def check_indexed(path: str | dict[str, float], key: str, form: CorpusForm) -> N
     Raises:
         ValueError: a file is missing, or a folder was prepared for another family.
     """
-    _Sources(path, key).check_form(form)
+    _Sources(path, key, form)
 
 
 class IndexedCorpus:
@@ -42,9 +42,7 @@ class IndexedCorpus:
     def __init__(self, data: DataConfig, form: CorpusForm) -> None:
         self.data, self.form = data, form
         paths = {"train": "path"} | ({} if data.validation_path is None else {"validation": "validation_path"})
-        self.sources = {split: _Sources(getattr(data, key), key) for split, key in paths.items()}
-        for held in self.sources.values():
-            held.check_form(form)
+        self.sources = {split: _Sources(getattr(data, key), key, form) for split, key in paths.items()}
 
     def load_tokenizer(self, config: TokenizerConfig, model_vocab_size: int | None, cache: Path) -> Tokenizer:
         """Return the tokenizer stored with the datasets, or the published one named by `tokenizer`.
@@ -103,9 +101,13 @@ class IndexedCorpus:
 
 
 class _Sources:
-    """The datasets of `data.path` or `data.validation_path`: weights by prefix, or the manifest of a folder."""
+    """The datasets of `data.path` or `data.validation_path`: weights by prefix, or the manifest of a folder.
 
-    def __init__(self, path: str | dict[str, float], key: str) -> None:
+    Raises:
+        ValueError: a file is missing, or the folder was prepared for another kind of model.
+    """
+
+    def __init__(self, path: str | dict[str, float], key: str, form: CorpusForm) -> None:
         self.key, self.manifest, self.root = key, None, None
         if isinstance(path, dict):
             self.prefixes = dict(path)
@@ -120,20 +122,17 @@ class _Sources:
                         f"`data.{key}` must be a folder of prepare_data.py or the path of a .bin and .idx without "
                         f"suffix, but there is no {prefix}.idx"
                     )
+        elif self.manifest["architecture"] != form.name:
+            raise ValueError(
+                f"`data.{key}` must be prepared for {form.name} (the model), but {self.root} is for "
+                f"{self.manifest['architecture']}; prepare the text again with architecture={form.name}, or choose a "
+                f"{self.manifest['architecture']} with model="
+            )
 
     @property
     def folders(self) -> list[Path]:
         """Folders that may hold a tokenizer.json."""
         return [self.root] if self.root else sorted({Path(prefix).absolute().parent for prefix in self.prefixes})
-
-    def check_form(self, form: CorpusForm) -> None:
-        """Raise an error if the folder was prepared for another kind of model."""
-        if self.manifest is not None and self.manifest["architecture"] != form.name:
-            raise ValueError(
-                f"`data.{self.key}` must be prepared for {form.name} (the model), but {self.root} is for "
-                f"{self.manifest['architecture']}; prepare the text again with architecture={form.name}, or choose a "
-                f"{self.manifest['architecture']} with model="
-            )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise an error if the folder was prepared with another tokenizer."""
