@@ -90,16 +90,16 @@ def _one_line(error: Exception) -> str:
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
     if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
         text = _wrong_choice(sys.argv[1:]) or text
-    if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
+    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra makes the folder
+        if error.filename is not None:
+            key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
+            return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
         if isinstance(error, FileNotFoundError):  # of os.getcwd
             return "the working directory must exist, but was removed"
         return f"the run folder cannot be written: {error.strerror}"
     no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
     if no_row:
         return f"`size` must be one of the rows that the task's file has in `by_size`, but is {no_row[1]}"
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra makes the folder
-        key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
-        return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()

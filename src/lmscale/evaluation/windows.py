@@ -15,10 +15,10 @@ class Windows:
     Args:
         num_targets: T.
         window: number of tokens the model reads at once.
-        stride: number of new targets per window; the paper calls it overlap.
+        stride: number of new targets per window, at most `window`; the paper calls it overlap.
 
     Raises:
-        ValueError: there is no target, or the stride is not from 1 to `window`.
+        ValueError: there is no target.
 
     Source: appendix E; NVIDIA/Megatron-LM v1.0 `tasks/zeroshot_gpt2/datasets.py` (`--overlapping-eval 32`).
     """
@@ -30,8 +30,6 @@ class Windows:
     def __post_init__(self) -> None:
         if self.num_targets < 1:
             raise ValueError(f"the text must have at least 2 tokens, but has {self.num_targets + 1}")
-        if not 1 <= self.stride <= self.window:
-            raise ValueError(f"`stride` must be at least 1 and at most `window` ({self.window}), but is {self.stride}")
 
     def __len__(self) -> int:
         """Number of windows that score at least one target."""
@@ -44,8 +42,6 @@ class Windows:
 
     def __getitem__(self, index: int) -> tuple[int, int, int]:
         """Return a window's first token, its number of input tokens, and how many of their last targets are scored."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
         first = index * self.stride
         stop = min(first + self.window, self.num_targets)
         scored_before = 0 if index == 0 else first + self.window - self.stride
