@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import softmax
 
 from .outputs import SetOutputs, read_outputs
 from .scoring import predict_sets, write_predictions
@@ -93,9 +94,4 @@ def _combine(members: list[SetOutputs]) -> list[np.ndarray]:
     of_items = list(zip(*(member.logits for member in members), strict=True))
     if members[0].features.offsets is not None:
         return [np.mean(np.stack(rows).astype(np.float64), axis=0) for rows in of_items]
-    return [np.log(np.mean([_softmax(row) for row in rows], axis=0)) for rows in of_items]
-
-
-def _softmax(row: np.ndarray) -> np.ndarray:
-    powers = np.exp(row.astype(np.float64) - row.max())
-    return powers / powers.sum()
+    return [np.log(softmax(np.stack(rows).astype(np.float64), axis=1).mean(axis=0)) for rows in of_items]
