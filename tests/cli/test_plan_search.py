@@ -102,8 +102,16 @@ def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
     assert {layout["pp_size"] for layout in layouts} >= {2, 4, 8}
     assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1, 2}
     assert {entry["layout"]["pp_size"] for entry in planned(*job, "parallel.pp_size=2")["fitting"]} == {2}
+    assert "refused: tp 1 x pp 1 x dp 256 needs" in printed(*job)
     refused = refusal(*(word for word in job if "best" not in word), "parallel.tp_size=2")
     assert "the nearest layout that works is parallel.tp_size=4 parallel.pp_size=4" in refused
+
+
+def test_the_devices_of_one_layout_are_a_multiple_of_its_stages() -> None:
+    job = ["model=gpt_17b", "cluster=h100", "num_devices=60"]
+    refused = refusal(*job, "parallel.pp_size=16")
+    assert "`parallel.tp_size` (1) times `parallel.pp_size` (16) times a `parallel.dp_size`" in refused
+    assert "`parallel.pp_size` must be at most `model.num_layers` (78)" in refusal(*job, "parallel.pp_size=79")
 
 
 def test_a_search_keeps_sequence_parallelism() -> None:
