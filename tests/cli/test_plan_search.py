@@ -1,5 +1,7 @@
 """`python src/plan.py` where it chooses the layout, the devices or an alternative."""
 
+import re
+
 import pytest
 from plan_output import PAPER, planned, printed, refusal
 
@@ -105,6 +107,26 @@ def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
     assert "refused: tp 1 x pp 1 x dp 256 needs" in printed(*job)
     refused = refusal(*(word for word in job if "best" not in word), "parallel.tp_size=2")
     assert "the nearest layout that works is parallel.tp_size=4 parallel.pp_size=4" in refused
+
+
+def test_a_search_with_fewer_micro_batches_than_stages_has_an_answer() -> None:
+    job = ["model=gpt_17b", "cluster=h100", "num_devices=16", "best=true", "global_batch_size=4"]
+    fitting = planned(*job, "parallel.pp_size=16")["fitting"]
+    assert {entry["layout"]["pp_size"] for entry in fitting} == {16}
+
+
+@pytest.mark.parametrize(
+    ("number", "stages", "message"),
+    [
+        (7, None, "times a `pp_size` of 1, 2, 3, 4, 6, .* or 78 times .* a layout fits with num_devices=12$"),
+        (8, 3, "that divides the model times a `pp_size` of 3 times a `dp_size`.* num_devices=6, num_devices=12$"),
+    ],
+)
+def test_a_search_over_stages_names_them_and_a_number_on_which_one_fits(number, stages, message) -> None:
+    cluster = "h100" if stages else "dgx2h_v100"
+    given = [f"parallel.pp_size={stages}"] * (stages is not None)
+    refused = refusal("model=gpt_17b", f"cluster={cluster}", f"num_devices={number}", "best=true", *given)
+    assert re.search(message, refused), refused
 
 
 def test_the_devices_of_one_layout_are_a_multiple_of_its_stages() -> None:
