@@ -18,7 +18,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters
-from lmscale.planner.plan import Plan
+from lmscale.planner.plan import Plan, describe_stages
 from lmscale.planner.search import rank_over_stages
 from lmscale.training.step import optimizer as step_optimizer
 
@@ -64,6 +64,12 @@ def test_idle_time_is_that_of_the_other_stages_micro_batches() -> None:
         own = sum(row.seconds for row in passes)
         num = job.num_micro_batches(plan.layout)
         assert plan.time.idle / (plan.time.idle + own) == pytest.approx((pp_size - 1) / (num + pp_size - 1))
+
+
+def test_a_step_of_one_micro_batch_is_described_as_such() -> None:
+    job = dataclasses.replace(training(paper_model("gpt_8.3b"), 1), global_batch_size=1)
+    (line,) = describe_stages(Plan(job, Layout(tp_size=8, pp_size=2), cluster("h100")))
+    assert " of a step of 1 micro-batch; " in line
 
 
 def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> None:
