@@ -109,6 +109,13 @@ def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
     assert "the nearest layout that works is parallel.tp_size=4 parallel.pp_size=4" in refused
 
 
+def test_a_search_notes_the_sizes_that_it_does_not_keep() -> None:
+    job = ["model=gpt_2.5b", "cluster=h100", "num_devices=8", "best=true", "parallel.pp_size=1"]
+    assert planned(*job, "parallel.tp_size=auto")["notes"] == planned(*job)["notes"]
+    note = "parallel.tp_size=4 and parallel.dp_size=2 did not restrict the search, which compares every size"
+    assert note in planned(*job, "parallel.tp_size=4", "parallel.dp_size=2")["notes"]
+
+
 def test_a_search_with_fewer_micro_batches_than_stages_has_an_answer() -> None:
     job = ["model=gpt_17b", "cluster=h100", "num_devices=16", "best=true", "global_batch_size=4"]
     fitting = planned(*job, "parallel.pp_size=16")["fitting"]

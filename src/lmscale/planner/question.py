@@ -109,6 +109,11 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
     best = ranking.fitting[0]
+    sizes = {"tp_size": 1, "dp_size": "auto"}  # by default
+    unused = [n for n, default in sizes.items() if getattr(question.parallel, n) not in (default, "auto")]
+    if unused:
+        words = " and ".join(f"parallel.{name}={getattr(question.parallel, name)}" for name in unused)
+        notes.append(f"{words} did not restrict the search, which compares every size")
     return ranking, notes + describe_padding(best) + describe_stages(best) + describe_limits(best, options)
 
 
