@@ -96,7 +96,7 @@ def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
     assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits
 
 
-def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
+def test_a_search_compares_numbers_of_stages_unless_one_is_given() -> None:
     """Turing-NLG's 17 billion parameters fit no tensor group that divides its 28 heads."""
     job = ["model=gpt_17b", "cluster=dgx2h_v100", "num_devices=256", "best=true", "top=1000"]
     answer = planned(*job)

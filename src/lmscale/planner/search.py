@@ -79,7 +79,7 @@ def model_sizes(
 
 
 def stage_numbers(job: Workload) -> list[int]:
-    """The `pp_size` that `auto` tries, ascending: powers of two, and those that divide the layers."""
+    """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers."""
     most = 1 if job.config.traits.transformer_inputs is None else job.config.num_layers
     return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
 
