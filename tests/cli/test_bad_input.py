@@ -255,7 +255,10 @@ def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> Non
 CPU = ("src/train.py", "trainer.accelerator=cpu", "micro_batch_size=2")
 WITHOUT_TORCH = [  # command, part of the message
     ((*CPU, "parallel.tp_size=3"), "`model.num_attention_heads` must be a multiple of `parallel.tp_size` (3), but is"),
-    ((*CPU, "model=gpt_8.3b_24heads", "model.num_layers=7200"), "no tp_size that divides this model fits hosts with"),
+    (
+        (*CPU, "model=gpt_8.3b_24heads", "model.hidden_size=1536000"),
+        "no tp_size that divides this model fits hosts with",
+    ),
     (
         (*CPU, "model=bert_3.9b", "model.num_layers=4800", "parallel.tp_size=auto"),
         "no tp_size fits (`parallel.tp_size`=",

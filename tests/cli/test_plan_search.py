@@ -1,5 +1,7 @@
 """`python src/plan.py` where it chooses the layout, the devices or an alternative."""
 
+import re
+
 import pytest
 from plan_output import PAPER, planned, printed, refusal
 
@@ -94,7 +96,7 @@ def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
     assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits
 
 
-def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
+def test_a_search_compares_numbers_of_stages_unless_one_is_given() -> None:
     """Turing-NLG's 17 billion parameters fit no tensor group that divides its 28 heads."""
     job = ["model=gpt_17b", "cluster=dgx2h_v100", "num_devices=256", "best=true", "top=1000"]
     answer = planned(*job)
@@ -102,8 +104,43 @@ def test_a_search_compares_any_number_of_stages_unless_one_is_given() -> None:
     assert {layout["pp_size"] for layout in layouts} >= {2, 4, 8}
     assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1, 2}
     assert {entry["layout"]["pp_size"] for entry in planned(*job, "parallel.pp_size=2")["fitting"]} == {2}
+    assert "refused: tp 1 x pp 1 x dp 256 needs" in printed(*job)
     refused = refusal(*(word for word in job if "best" not in word), "parallel.tp_size=2")
     assert "the nearest layout that works is parallel.tp_size=4 parallel.pp_size=4" in refused
+
+
+def test_a_search_notes_the_sizes_that_it_does_not_keep() -> None:
+    job = ["model=gpt_2.5b", "cluster=h100", "num_devices=8", "best=true", "parallel.pp_size=1"]
+    assert planned(*job, "parallel.tp_size=auto")["notes"] == planned(*job)["notes"]
+    note = "parallel.tp_size=4 and parallel.dp_size=2 did not restrict the search, which compares every size"
+    assert note in planned(*job, "parallel.tp_size=4", "parallel.dp_size=2")["notes"]
+
+
+def test_a_search_with_fewer_micro_batches_than_stages_has_an_answer() -> None:
+    job = ["model=gpt_17b", "cluster=h100", "num_devices=16", "best=true", "global_batch_size=4"]
+    fitting = planned(*job, "parallel.pp_size=16")["fitting"]
+    assert {entry["layout"]["pp_size"] for entry in fitting} == {16}
+
+
+@pytest.mark.parametrize(
+    ("number", "stages", "message"),
+    [
+        (7, None, "times a `pp_size` of 1, 2, 3, 4, 6, .* or 78 times .* a layout fits with num_devices=12$"),
+        (8, 3, "that divides the model times a `pp_size` of 3 times a `dp_size`.* num_devices=6, num_devices=12$"),
+    ],
+)
+def test_a_search_over_stages_names_them_and_a_number_on_which_one_fits(number, stages, message) -> None:
+    cluster = "h100" if stages else "dgx2h_v100"
+    given = [f"parallel.pp_size={stages}"] * (stages is not None)
+    refused = refusal("model=gpt_17b", f"cluster={cluster}", f"num_devices={number}", "best=true", *given)
+    assert re.search(message, refused), refused
+
+
+def test_the_devices_of_one_layout_are_a_multiple_of_its_stages() -> None:
+    job = ["model=gpt_17b", "cluster=h100", "num_devices=60"]
+    refused = refusal(*job, "parallel.pp_size=16")
+    assert "`parallel.tp_size` (1) times `parallel.pp_size` (16) times a `parallel.dp_size`" in refused
+    assert "`parallel.pp_size` must be at most `model.num_layers` (78)" in refusal(*job, "parallel.pp_size=79")
 
 
 def test_a_search_keeps_sequence_parallelism() -> None:

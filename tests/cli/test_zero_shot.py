@@ -247,6 +247,7 @@ def bad_inputs(folder: Path) -> Path:
         ((*LAMBADA, "ckpt=gpt2", "task.path=original.txt"), "`task.form` must match the file"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=long.jsonl"), "tokens to read; task.truncate_left=true drops"),
         ((*LAMBADA, "ckpt=gpt2", "parallel.tp_size=3"), "`num_attention_heads` must be a multiple of `tp_size` (3)"),
+        ((*LAMBADA, "ckpt=gpt2", "parallel.pp_size=2"), "`parallel.pp_size` is not a known key or group of"),
         (
             (*LAMBADA, "ckpt=gpt2", "task.stride=3"),
             "`task.stride` needs task=wikitext103, but `task` is another choice",

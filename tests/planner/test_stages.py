@@ -19,7 +19,7 @@ from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters, stage_placements
-from lmscale.planner.plan import Plan
+from lmscale.planner.plan import Plan, describe_stages
 from lmscale.planner.search import rank_over_stages
 from lmscale.training.step import optimizer as step_optimizer
 
@@ -77,6 +77,12 @@ def test_stages_send_each_other_the_tokens_of_their_ranks() -> None:
         layout = Layout(tp_size=2, pp_size=2, sequence_parallel=cuts_sequence)
         (sent,) = (c for c in micro_batch_collectives(job, layout) if c.kind == "send")
         assert sent.num_bytes == 4 * 1024 * 1536 * 2 // (2 if cuts_sequence else 1)
+
+
+def test_a_step_of_one_micro_batch_is_described_as_such() -> None:
+    job = dataclasses.replace(training(paper_model("gpt_8.3b"), 1), global_batch_size=1)
+    (line,) = describe_stages(Plan(job, Layout(tp_size=8, pp_size=2), cluster("h100")))
+    assert " of a step of 1 micro-batch; " in line
 
 
 def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> None:

@@ -133,9 +133,14 @@ def _closest(key: str) -> str:
 
 
 def _choices_with(key: str) -> list[str]:
-    """The choices of the key's group whose files have the key, as they are typed, with what their files say of them."""
+    """The choices of the key's group whose files have the key, as they are typed, with what their files say of them.
+
+    None if this entry point has a section of that name, but no such group.
+    """
     group, _, rest = key.partition(".")
-    found = []
+    defaults, found = OmegaConf.load(CONF / f"{entry_point()}.yaml").defaults, []
+    if not any(group in entry.keys() for entry in defaults if entry != "_self_"):
+        return found
     for path in files_of(group):
         if rest in list(OmegaConf.load(path)):
             choice = f"{group}={path.stem}"

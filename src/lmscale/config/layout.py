@@ -145,7 +145,7 @@ class ParallelConfig(LayoutOptions):
     Args:
         tp_size: ranks that share every layer; `auto`: the smallest power of two that fits.
         pp_size: stages of a pipeline, each with some of the layers; `auto`: the fewest ranks per model that fit; None:
-            1, except that a search by `src/plan.py` compares any number.
+            1, except that a search by `src/plan.py` compares the powers of two and the divisors of the layers.
         dp_size: models that share the batch; `auto`: number of ranks / (tp_size x pp_size), or as many as GPUs and
             batch allow, on a CPU 1.
         timeout_minutes: time without progress after which a rank reports where it waits and ends the job.

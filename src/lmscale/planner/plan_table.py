@@ -189,7 +189,8 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
         lines.append("   R below 1: communication-bound")
     for plan in ranking.too_large:
         lines.append(
-            f"   refused: tp {plan.layout.tp_size} x dp {plan.layout.dp_size} needs at least "
+            f"   refused: tp {plan.layout.tp_size}{f' x pp {plan.layout.pp_size}' if has_stages else ''} x dp "
+            f"{plan.layout.dp_size} needs at least "
             f"{plan.needed_bytes / GIB:.1f} GiB per rank, {plan.missing_bytes / GIB:.1f} more than the "
             f"{plan.cluster.usable_bytes / GIB:.1f} there are ({plan.overrides})"
         )

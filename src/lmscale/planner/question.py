@@ -56,6 +56,8 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
     """
     job, notes = make_job(question)
     cluster, layout = question.machine, _resolve_layout(question, job)
+    with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
+        job.config.check_stages(layout.pp_size)
     _check_all_are_used(question, layout)
     if question.parallel.dp_size == "auto" and question.num_devices is None and layout.dp_size > 1:
         notes.append(
@@ -107,6 +109,11 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
     best = ranking.fitting[0]
+    sizes = {"tp_size": 1, "dp_size": "auto"}  # by default
+    unused = [n for n, default in sizes.items() if getattr(question.parallel, n) not in (default, "auto")]
+    if unused:
+        words = " and ".join(f"parallel.{name}={getattr(question.parallel, name)}" for name in unused)
+        notes.append(f"{words} did not restrict the search, which compares every size")
     return ranking, notes + describe_padding(best) + describe_stages(best) + describe_limits(best, options)
 
 
@@ -172,10 +179,11 @@ def _check_all_are_used(question: PlanConfig, layout: Layout) -> None:
         return
     whole = question.global_batch_size // question.micro_batch_size
     size = layout.tp_size * layout.pp_size
+    stages = f" times `parallel.pp_size` ({layout.pp_size})" if layout.pp_size > 1 else ""
     usable = [size * dp for dp in divisors(whole, question.cluster.num_devices // size)]
     near = " and ".join(f"{number:,}" for number in nearest(question.num_devices, usable)) or "none"
     raise ValueError(
-        f"`num_devices` must be `parallel.tp_size` ({layout.tp_size}) times a `parallel.dp_size` that divides the "
-        f"{whole:,} micro-batches of a step, but is {question.num_devices:,}; such numbers near it: "
+        f"`num_devices` must be `parallel.tp_size` ({layout.tp_size}){stages} times a `parallel.dp_size` that divides "
+        f"the {whole:,} micro-batches of a step, but is {question.num_devices:,}; such numbers near it: "
         f"{near}; best=true ranks the layouts that use all devices"
     )

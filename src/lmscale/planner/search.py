@@ -79,7 +79,7 @@ def model_sizes(
 
 
 def stage_numbers(job: Workload) -> list[int]:
-    """The `pp_size` that `auto` tries, ascending: powers of two, and those that divide the layers."""
+    """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers."""
     most = 1 if job.config.traits.transformer_inputs is None else job.config.num_layers
     return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
 
@@ -149,6 +149,35 @@ def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Lay
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
     """
+    return _rank_together(job, cluster, num_devices, options, [options.pp_size])
+
+
+def rank_over_stages(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
+    """`rank_layouts` for each of the `stage_numbers`, together; what is too large is named for the fewest stages.
+
+    Raises:
+        ValueError: no grid divides model and batch.
+    """
+    return _rank_together(job, cluster, num_devices, options, stage_numbers(job))
+
+
+def _rank_together(
+    job: Workload, cluster: Cluster, num_devices: int, options: Layout, numbers: Sequence[int]
+) -> Ranking:
+    fitting, too_large = [], None
+    for stages in numbers:
+        fits, lacking = _plan_all(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages))
+        fitting += fits
+        if too_large is None and (fits or lacking):
+            too_large = lacking
+    if too_large is None:
+        raise ValueError(_impossible_number(job, cluster, num_devices, options, numbers))
+    fitting = _without_slower_stages(fitting) or fitting
+    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
+
+
+def _plan_all(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> tuple[list[Plan], list[Plan]]:
+    """The plans that fit, and the `too_large` of a `Ranking`."""
     fitting, too_large = [], []
     for grid in _grids(job, options, num_devices):
         plans = [Plan(*each, cluster) for each in _candidates(job, _with_options(grid, cluster))]
@@ -156,40 +185,31 @@ def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Lay
         fitting += fits
         if plans and not fits:
             too_large.append(min(plans, key=lambda plan: plan.missing_bytes))
-    if not fitting and not too_large:
-        near = [override for override, *_ in _alternatives(job, cluster, num_devices, options)]
-        sequence = " and the sequence" * options.sequence_parallel
-        even = " (into even shares if `tp_size` is above 1)" * options.batch_halves
-        raise ValueError(
-            f"`num_devices` must be a `tp_size` that divides the model{sequence} times a `dp_size` that divides the "
-            f"batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; "
-            + (f"a layout fits with {', '.join(near)}" if near else "no layout fits on another number either")
-        )
-    fitting = _without_slower_stages(fitting)
-    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
+    return fitting, too_large
 
 
-def rank_over_stages(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
-    """`rank_layouts` for each of the `stage_numbers`, together; what is too large is named for one stage.
-
-    Raises:
-        ValueError: no grid divides model and batch; of one stage.
-    """
-    found, problem = [], None
-    for stages in stage_numbers(job):
-        try:
-            found.append(rank_layouts(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages)))
-        except ValueError as error:
-            problem = problem or error
-    if not found:
-        raise problem
-    fitting = (plan for ranking in found for plan in ranking.fitting)
-    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), found[0].too_large)
+def _impossible_number(
+    job: Workload, cluster: Cluster, num_devices: int, options: Layout, numbers: Sequence[int]
+) -> str:
+    """Why no grid of `num_devices` with any of these numbers of stages divides model and batch, for a message."""
+    near = []
+    for stages in numbers:  # the fewest first
+        near = near or _alternatives(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages))
+    *first, last = map(str, numbers)
+    sequence = " and the sequence" * options.sequence_parallel
+    stages = f" times a `pp_size` of {' or '.join([', '.join(first), last] if first else [last])}"
+    even = " (into even shares if `tp_size` is above 1)" * options.batch_halves
+    way_out = f"a layout fits with {', '.join(each for each, *_ in near)}"
+    return (
+        f"`num_devices` must be a `tp_size` that divides the model{sequence}{stages * (last != '1')} times a `dp_size` "
+        f"that divides the batch of {job.global_batch_size:,}{even}, but is {num_devices:,}; "
+        f"{way_out if near else 'no layout fits on another number either'}"
+    )
 
 
 def _without_slower_stages(plans: Sequence[Plan]) -> list[Plan]:
     """Plans without those of several stages that are surely slower: with fewer micro-batches than stages, or where the
-    same layout fits with less recomputation. Timing all would take minutes for 512 devices."""
+    same layout fits with less recomputation. Timing all would take minutes for 512 devices. May leave none."""
     seen, kept = set(), []
     for plan in plans:  # those of a layout and a micro-batch in the order of the modes
         same, stages = (plan.layout, plan.job.micro_batch_size), plan.layout.pp_size

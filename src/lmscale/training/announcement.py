@@ -96,7 +96,8 @@ def describe_stages(config: TransformerConfig, layout: Layout, batch: BatchConfi
     if stages == 1:
         return ""
     sizes = ", ".join(str(len(layers)) for layers in config.stages(stages))
-    idle = f"each is idle for about {(stages - 1) / (num + stages - 1):.0%} of a step of {num} micro-batches"
+    step = f"a step of {num} micro-batch{'es' * (num > 1)}"
+    idle = f"each is idle for about {(stages - 1) / (num + stages - 1):.0%} of {step}"
     fewer = "; WARNING: with fewer micro-batches than stages some stages always wait" if num < stages else ""
     return f"pipeline: stages of {sizes} layers; {idle}{fewer}\n"
 

@@ -143,10 +143,10 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
         way_out += f"; here model.recompute={here[0].config.recompute.value} fits"
     elif fits is not None and fits[0] is workload and workload.config.recompute is not Recompute.FULL:
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
-    reserved = -usable_bytes(0, on_gpu)
+    reserved, stages = -usable_bytes(0, on_gpu), f"pp_size {layout.pp_size}, " if layout.pp_size > 1 else ""
     raise ValueError(
         f"the memory a rank needs must be at most what its {device} has{free}: {name} at {workload.dtype}, "
-        f"tp_size {layout.tp_size}, micro_batch_size {workload.micro_batch_size} needs {needed:,} bytes "
+        f"tp_size {layout.tp_size}, {stages}micro_batch_size {workload.micro_batch_size} needs {needed:,} bytes "
         f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "
         f"this {device}, which has {there:,} bytes ({there / GIB:.1f} GiB){free}; {way_out}"
     )
