@@ -76,7 +76,8 @@ def slow_folder(tmp_path_factory) -> Path:
 
 def folder_of(request: pytest.FixtureRequest, case: str, layout: tuple[int, int] = (1, 1)) -> Path:
     """The runs of a case, which are trained with the other quick ones or with the slow ones."""
-    return request.getfixturevalue("folder" if layout in ((1, 1), *QUICK.get(case, ())) else "slow_folder") / case
+    is_quick = case in QUICK and layout in ((1, 1), *QUICK[case])
+    return request.getfixturevalue("folder" if is_quick else "slow_folder") / case
 
 
 def relative(a: float, b: float) -> float:
