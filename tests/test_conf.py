@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 
 import pytest
+from composed import composed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -43,11 +44,7 @@ PREPARE_CHOICES = [("tokenizer", choice) for choice in GROUPS["tokenizer"]]
 PREPARE_CHOICES += [(group, choice) for group, choices in OWN_GROUPS["prepare_data"].items() for choice in choices]
 
 
-@functools.cache
-def compose_train(*overrides: str) -> dict:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("train", list(overrides))
-    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+compose_train = functools.partial(composed, "train")
 
 
 def build(values: dict) -> tuple[RunConfig, TransformerConfig]:
@@ -107,9 +104,7 @@ def test_every_choice_of_a_preparation_builds_its_typed_configuration(group: str
         needs = ["corpus=wikipedia", *needs] if group != "corpus" else needs
     else:
         needs = ["sources.local.path=corpus.txt"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose("prepare_data", [f"{group}={choice}", "output=out", *needs])
-    PrepareConfig.from_dict(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    PrepareConfig.from_dict(composed("prepare_data", f"{group}={choice}", "output=out", *needs))
 
 
 def test_every_model_has_the_recipe_of_its_name() -> None:
@@ -257,5 +252,5 @@ def test_groups_do_not_override_the_entry_points_own_file(entry_point: str) -> N
     written = OmegaConf.to_container(OmegaConf.load(CONF / f"{entry_point}.yaml"))
     own = written_values({key: value for key, value in written.items() if key not in ("defaults", "hydra")})
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        composed = compose(entry_point, ["task=lambada"] if entry_point == "zero_shot" else [])
-    assert {key: OmegaConf.select(composed, key) for key in own} == own
+        found = compose(entry_point, ["task=lambada"] if entry_point == "zero_shot" else [])
+    assert {key: OmegaConf.select(found, key) for key in own} == own

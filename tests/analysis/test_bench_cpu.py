@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.tables import cpu_speed
@@ -31,9 +30,7 @@ def test_every_comparison_builds_its_typed_configuration(tmp_path) -> None:
         if script != "analysis/benchmarks/bench.py":
             others.append(script)
             continue
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            values = OmegaConf.to_container(compose("bench", words), resolve=True, throw_on_missing=True)
-        benches.append(BenchConfig.from_dict(values))
+        benches.append(BenchConfig.from_dict(composed("bench", *words)))
     assert [bench.peers for bench in benches] == [
         ["hf_compiled"],
         ["hf_eager"],

@@ -3,8 +3,7 @@
 import json
 
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.benchmarks import forecast, h200_rows, race
@@ -15,9 +14,8 @@ from analysis.benchmarks.gpu import trace
 def test_what_the_script_writes_is_compared(tmp_path, monkeypatch) -> None:
     """Records of each kind, by the functions that write them, as on a GPU."""
     record = json.loads(forecast.RECORD.read_text(encoding="utf-8"))
-    with initialize_config_dir(str(forecast.ROOT / "conf"), version_base="1.3"):
-        composed = compose("bench", ["model=gpt_1.2b", "precision=bf16", "peers=[]", "peak_tflops_per_s=790"])
-    bench = BenchConfig.from_dict(OmegaConf.to_container(composed, resolve=True))
+    values = composed("bench", "model=gpt_1.2b", "precision=bf16", "peers=[]", "peak_tflops_per_s=790")
+    bench = BenchConfig.from_dict(values)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     raced = race._record(bench, torch.device("cuda"), {"ours": [[0.5]]}, {"ours": [4.0]}, {"ours": 60.0})
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -9,8 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed, composed_run
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.gpu.attention import AttentionShape
@@ -41,19 +40,13 @@ def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
     return [(int(words[3]) + int(words[2].removeprefix("--kill-after=")), words[5:]) for words in timed]
 
 
-def values_of(entry_point: str, overrides: list[str]) -> dict:
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose(entry_point, overrides)
-    return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-
-
 def bench_of(words: list[str]) -> BenchConfig:
-    return BenchConfig.from_dict(values_of("bench", words))
+    return BenchConfig.from_dict(composed("bench", *words))
 
 
 def run_of(words: list[str]) -> RunConfig:
     words = [word.replace("resume=", "resume.path=") for word in words if not word.startswith("hydra.run.dir=")]
-    return RunConfig.from_dict(values_of("train", words) | {"run_dir": "x"})
+    return composed_run(*words)
 
 
 def test_list_a_has_correctness_a_trace_and_three_models() -> None:

@@ -8,8 +8,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import warm
+from composed import composed_run
 from entry_points import environment
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from analysis.model_size import decide
@@ -18,7 +18,6 @@ from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.report.records import add_line, read_lines
 from analysis.report.style import PAGE_WIDTH
 from lmscale.cli.conf_files import look_up
-from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MINIATURE = ["tokenizer.vocab_size=400", "data.seq_length=16", "micro_batch_size=2", "global_batch_size=4"]
@@ -49,9 +48,7 @@ def trained(monkeypatch) -> list[list[str]]:
 def test_every_cell_of_the_sweep_composes_with_a_different_size() -> None:
     shapes = set()
     for size in model_size.swept("model.hidden_size"):
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            values = compose("train", ["sweep=model_size", f"model.hidden_size={size}", "seed=2"])
-        run = RunConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
+        run = composed_run("sweep=model_size", f"model.hidden_size={size}", "seed=2")
         config = run.model.resolve(512)
         assert (config.family, config.hidden_size, run.seed, config.padded_vocab_size) == ("gpt", size, 2, 512)
         shapes.add((config.num_layers, run.trainer.max_steps * run.global_batch_size * run.data.seq_length))

@@ -7,7 +7,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import composed, composed_run
 from omegaconf import OmegaConf
 
 from analysis.norm_order import run as script
@@ -15,7 +15,6 @@ from analysis.norm_order.cells import read_cells
 from analysis.norm_order.run_folder import read_statistics, reference_losses
 from analysis.report.records import read_lines
 from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.config.pretrain import RunConfig
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
 from lmscale.data.prepare import prepare_corpus
 from lmscale.results import new_record, write_record
@@ -46,24 +45,20 @@ def test_every_kind_of_cell_is_a_run_with_fixed_attention_compilation_threads_an
     monkeypatch.setenv("LMSCALE_DATA", "/texts")
     kinds = {(cell.family, cell.data, cell.order): cell for _, cell in script.read_groups("second")}
     pins = OmegaConf.load(script.CELLS).second.overrides
-    with initialize_config_dir(str(script.ROOT / "conf"), version_base="1.3"):
-        for (family, data, order), cell in kinds.items():
-            overrides = [o for o in (*cell.overrides(), *pins) if not o.startswith("hydra.")]
-            values = OmegaConf.to_container(compose("train", overrides), resolve=True)
-            run = RunConfig.from_dict(values | {"run_dir": "/none"})
-            assert (run.model.family, run.model.norm_order, run.precision.dtype) == (family, order, "fp32")
-            assert run.data.path == (None if data == "embedded" else "/texts/race/race_train.jsonl.gz")
-            sizes = (run.model.num_layers, run.model.hidden_size, run.model.max_position_embeddings)
-            assert sizes == (cell.layers, 64, 32) and run.schedule.warmup_steps == cell.warmup
-            pinned = (run.model.attention, run.compile, run.trainer.num_threads, run.model.scale_residual_init)
-            assert pinned == ("exact", False, 1, True) and run.trainer.max_steps == 1000
+    for (family, data, order), cell in kinds.items():
+        run = composed_run(*(o for o in (*cell.overrides(), *pins) if not o.startswith("hydra.")))
+        assert (run.model.family, run.model.norm_order, run.precision.dtype) == (family, order, "fp32")
+        assert run.data.path == (None if data == "embedded" else "/texts/race/race_train.jsonl.gz")
+        sizes = (run.model.num_layers, run.model.hidden_size, run.model.max_position_embeddings)
+        assert sizes == (cell.layers, 64, 32) and run.schedule.warmup_steps == cell.warmup
+        pinned = (run.model.attention, run.compile, run.trainer.num_threads, run.model.scale_residual_init)
+        assert pinned == ("exact", False, 1, True) and run.trainer.max_steps == 1000
 
 
 @pytest.mark.slow
 def test_the_reference_losses_match_the_scored_tokens() -> None:
     """Against counts of (input token, scored token) pairs in samples of another seed."""
-    with initialize_config_dir(str(script.ROOT / "conf"), version_base=None):
-        config = OmegaConf.to_container(compose("train", ["sweep=norm_order"]), resolve=True)
+    config = composed("train", "sweep=norm_order")
     found = reference_losses(config)
     data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
     corpus = prepare_corpus(data, tokenizer, "bert", None)

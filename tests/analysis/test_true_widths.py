@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed_run
 
 from analysis.norm_order import true_widths
 from analysis.norm_order.cells import STATES, read_cells, read_curves
 from analysis.norm_order.figure import draw_true_widths
 from lmscale.config.model import BASES
-from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(true_widths.__file__).parents[2]
 PART_LIMIT_S = 480  # of a run of list c, see tests/analysis/test_h200.py
@@ -62,9 +60,7 @@ def test_the_forecast_says_what_counts_as_learned_and_how_often_the_text_is_read
 def make_run(folder: Path, model: str, order: str, layers: int, last_loss: float, num_steps: int = 60) -> Path:
     """The folder of a run whose loss goes from 8.0 to `last_loss`."""
     keys = ["experiment=fig7_h200", f"model={model}", f"model.norm_order={order}", f"model.num_layers={layers}", *TINY]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        values = OmegaConf.to_container(compose("train", [*keys, f"trainer.max_steps={num_steps}"]), resolve=True)
-    run = RunConfig.from_dict(values | {"run_dir": str(folder)})
+    run = composed_run(*keys, f"trainer.max_steps={num_steps}", run_dir=folder)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(run.to_dict()), encoding="utf-8")
     rows = ["step,train/lm_loss,grad_norm,grad_norm/layer_0,time/step_s,memory_gib,val/lm_loss"]

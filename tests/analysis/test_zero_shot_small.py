@@ -5,11 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed_run
 
 from analysis.zero_shot import small as zero_shot_small
-from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,9 +16,7 @@ def test_the_settings_of_the_training_are_keys_of_the_entry_point() -> None:
     overrides = [
         o for o in zero_shot_small.TRAINING if not o.startswith("resume=")
     ]  # an abbreviation that the entry point expands
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        composed = compose("train", ["data=local", "data.path=a.jsonl", "data.validation_path=b.jsonl", *overrides])
-    run = RunConfig.from_dict({**OmegaConf.to_container(composed, resolve=True), "run_dir": "/somewhere"})
+    run = composed_run("data=local", "data.path=a.jsonl", "data.validation_path=b.jsonl", *overrides)
     tokens = run.trainer.max_steps * run.global_batch_size * run.data.seq_length
     assert tokens == 2_048_000 and zero_shot_small.TRAINED_ON.startswith("2 million tokens")
     assert set(zero_shot_small.KEPT) <= set(run.to_dict())

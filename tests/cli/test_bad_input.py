@@ -17,6 +17,7 @@ from entry_points import REPOSITORY, TINY, environment, only_line, refuse, slurm
 from lmscale.cli.errors import exit_with
 from lmscale.models.later_placements import PLACEMENTS
 
+TRAIN = REPOSITORY / "src" / "train.py"
 # overrides -> required parts of the message: rule, name, value
 BAD = {
     "heads": (
@@ -195,8 +196,7 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     overrides, message = BAD[case]
     groups = tuple(o.split("=")[0] + "." for o in overrides if "." not in o.split("=")[0])  # another choice, other keys
     tiny = [o for o in TINY if not o.startswith(groups)]
-    script = REPOSITORY / "src" / "train.py"
-    done = refuse(script, *tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
+    done = refuse(TRAIN, *tiny, f"hydra.run.dir={tmp_path}/run", *overrides)
     assert done.returncode == 2, done.stderr
     assert message in only_line(done.stderr)
     assert done.stdout == ""
@@ -214,7 +214,8 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
 )
 def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path, content, message) -> None:
     (tmp_path / "corpus.txt").write_bytes(content)
-    done = train(
+    done = refuse(
+        TRAIN,
         *TINY,
         "data=local",
         f"data.path={tmp_path}/corpus.txt",
@@ -236,7 +237,7 @@ def test_a_world_size_that_differs_from_the_layout_is_refused(tmp_path) -> None:
         "MASTER_PORT": "29999",
     }
     overrides = ("parallel.tp_size=2", "parallel.dp_size=2", f"hydra.run.dir={tmp_path}")
-    done = train(*TINY, *overrides, **world)
+    done = refuse(TRAIN, *TINY, *overrides, **world)
     assert done.returncode == 2
     assert (
         "the world size must be `parallel.tp_size` x `parallel.dp_size` (2 x 2), but 3 ranks were started"
@@ -247,7 +248,7 @@ def test_a_world_size_that_differs_from_the_layout_is_refused(tmp_path) -> None:
 def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> None:
     names = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "1"}
     names |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    done = refuse(REPOSITORY / "src" / "train.py", *TINY, f"hydra.run.dir={tmp_path}", **names)
+    done = refuse(TRAIN, *TINY, f"hydra.run.dir={tmp_path}", **names)
     assert done.returncode == 2
     assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
 
@@ -360,7 +361,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_command_that_starts_nothing_does_not_change_the_run_folder(finished, overrides, code) -> None:
     before = contents(finished)
     assert ".hydra/overrides.yaml" in before and ".hydra/hydra.yaml" in before
-    done = train(*TINY, "trainer.max_steps=2", f"hydra.run.dir={finished}", *overrides)
+    done = refuse(TRAIN, *TINY, "trainer.max_steps=2", f"hydra.run.dir={finished}", *overrides)
     assert done.returncode == code, done.stderr
     assert code or "nothing to do" in done.stdout
     assert contents(finished) == before
@@ -383,7 +384,7 @@ def test_a_run_that_its_ranks_refuse_leaves_no_folder(finished, tmp_path, tp_siz
 def test_a_finished_run_without_checkpoints_is_not_restarted(finished, tmp_path, resume) -> None:
     folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
     before = contents(folder)
-    done = train(*TINY, f"hydra.run.dir={folder}", f"resume={resume}")
+    done = refuse(TRAIN, *TINY, f"hydra.run.dir={folder}", f"resume={resume}")
     assert done.returncode == 2
     assert f"`hydra.run.dir` must be another folder for a new run, but {folder} has" in only_line(done.stderr)
     assert contents(folder) == before
@@ -391,7 +392,7 @@ def test_a_finished_run_without_checkpoints_is_not_restarted(finished, tmp_path,
 
 def test_a_run_stopped_before_its_first_checkpoint_continues_only_with_resume(finished, tmp_path) -> None:
     folder = shutil.copytree(finished, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "record.json"))
-    refused = train(*TINY, f"hydra.run.dir={folder}")
+    refused = refuse(TRAIN, *TINY, f"hydra.run.dir={folder}")
     assert refused.returncode == 2 and "has the metrics.csv of an earlier one" in only_line(refused.stderr)
     done = train(*TINY, f"hydra.run.dir={folder}", "resume=auto")
     assert done.returncode == 0, done.stderr
@@ -424,7 +425,7 @@ def test_an_interpolation_in_the_name_of_the_run_folder_is_refused_in_one_line(t
     """Hydra creates the folder of the name as it is, and resolves the name later."""
     key = "hydra.sweep.dir" if options else "hydra.run.dir"
     word = key + r"=runs/d\${x}y"
-    done = refuse(REPOSITORY / "src" / "train.py", *options, word, cwd=tmp_path)
+    done = refuse(TRAIN, *options, word, cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"`{key}` must not have ${{ in it, but is " in done.stderr and "d${x}y" in done.stderr
     assert not list(tmp_path.iterdir())

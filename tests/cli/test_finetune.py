@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import warm
+from composed import composed
 from entry_points import REPOSITORY, environment, refuse
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from lmscale.config.finetune import TASKS, FinetuneConfig
 
@@ -206,9 +206,7 @@ def test_the_other_scripts_name_what_is_missing(tmp_path) -> None:
 @pytest.mark.parametrize("size", ["336m", "1.3b", "3.9b"])
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> None:
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"task={task}", f"size={size}", "ckpt=x"])
-    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    values = composed("finetune", f"task={task}", f"size={size}", "ckpt=x")
     run = FinetuneConfig.from_dict({**values, "run_dir": "/somewhere"})
     table = {
         "mnli": ((128, 1e-5), (128, 1e-5), (128, 1e-5), 10),
@@ -225,8 +223,8 @@ def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> 
 @pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])
 def test_sweeps_are_grids_of_the_protocol(sweep: str, jobs: int) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        composed = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)
+        swept = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)
     count = 1
-    for values in composed.hydra.sweeper.params.values():
+    for values in swept.hydra.sweeper.params.values():
         count *= len(str(values).split(","))
-    assert count == jobs and composed.hydra.mode.name == "MULTIRUN"
+    assert count == jobs and swept.hydra.mode.name == "MULTIRUN"

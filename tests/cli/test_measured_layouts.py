@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 import warm
+from composed import composed as values_of
 from entry_points import REPOSITORY, environment, refuse
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 from lmscale.cli import next_command
 from lmscale.config.plan import PlanConfig
@@ -45,8 +44,7 @@ rows = [f"{step},{100 if step < 4 else seconds + step % 2},0.5" for step in rang
 
 
 def composed(entry_point: str, *overrides: str) -> dict:
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return OmegaConf.to_container(compose(entry_point, [*TINY, *overrides]), resolve=True, throw_on_missing=True)
+    return values_of(entry_point, *TINY, *overrides)
 
 
 def question(path: Path, *overrides: str) -> PlanConfig:

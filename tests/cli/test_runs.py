@@ -1,6 +1,5 @@
 """Runs from the command line: starting the ranks, the run folder, and exit codes."""
 
-import csv
 import json
 import os
 import re
@@ -13,19 +12,18 @@ from pathlib import Path
 
 import pytest
 import warm
-from entry_points import REPOSITORY, TINY, environment, slurm_task, start, train
+from entry_points import REPOSITORY, TINY, environment, refuse, slurm_task, start, train
 from ranks import free_ports
+from running_jobs import LONG_RUN, end, linux_only, ranks_of, wait_until
+from runs import read_rows
 
 from lmscale.checkpoint import list_checkpoints
 
-SLOW_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
-
 
 def losses(run_dir: Path) -> list[float]:
-    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
-    return [float(row["train/loss"]) for row in rows]
+    rows = read_rows(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["train/loss"] for row in rows]
 
 
 def run(run_dir: Path, *overrides: str, **kwargs) -> list[float]:
@@ -94,7 +92,8 @@ def test_resuming_on_other_data_is_refused_with_every_difference(plain, tmp_path
         "tokenizer.vocab_size=390",
         "model.vocab_size=400",
     )
-    done = train(*TINY, *changed, f"resume={plain[0]}", f"hydra.run.dir={tmp_path}")
+    words = (*changed, f"resume={plain[0]}", f"hydra.run.dir={tmp_path}")
+    done = refuse(REPOSITORY / "src" / "train.py", *TINY, *words)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert (
         "seed is 5 here and 1234 there; global_batch_size is 8 here and 4 there; data.seq_length is 16" in done.stderr
@@ -133,27 +132,13 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
     assert f"schedule: {config['schedule']['decay']} (paper) over" in done.stdout
 
 
-def children_of(process: subprocess.Popen) -> list[int]:
-    listing = subprocess.run(
-        ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(process.pid)], capture_output=True, text=True
-    )
-    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "spawn_main" in line]
-
-
-def wait_for_rows(run_dir: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
-    while not (run_dir / "metrics.csv").is_file():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.2)
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+@linux_only
 def test_a_killed_rank_ends_the_whole_job(tmp_path) -> None:
-    process = start(*SLOW_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
+    process = start(*LONG_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
     try:
-        wait_for_rows(tmp_path, process)
-        ranks = children_of(process)
+        wait_until((tmp_path / "metrics.csv").is_file, process)
+        ranks = ranks_of(process)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         begin = time.monotonic()
@@ -163,11 +148,10 @@ def test_a_killed_rank_ends_the_whole_job(tmp_path) -> None:
         assert stderr.splitlines()[-1].startswith("error: rank 1 failed")
         assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+@linux_only
 @pytest.mark.parametrize(
     ("tp_size", "times", "code"),
     [(1, 1, 75), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 2, 130), (2, 1, 75), (2, 2, 130)])],
@@ -178,16 +162,16 @@ def test_ctrl_c_saves_at_the_next_step_and_a_second_one_stops_at_once(tmp_path, 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     # A step takes minutes; so few that the corpus is not read often enough for a warning.
     steps = ("global_batch_size=4000", "compile=false", "trainer.max_steps=500") if times == 2 else ()
-    process = start(*SLOW_RUN, *steps, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path}")
+    process = start(*LONG_RUN, *steps, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path}")
     signal.signal(signal.SIGINT, before)
     try:
         if times == 1:
-            wait_for_rows(tmp_path, process)
+            wait_until((tmp_path / "metrics.csv").is_file, process)
         else:
             while not process.stdout.readline().startswith("run folder"):
                 assert process.poll() is None
             time.sleep(2)
-        ranks = children_of(process)
+        ranks = ranks_of(process)
         begin = time.monotonic()
         for _ in range(times):
             os.killpg(process.pid, signal.SIGINT)
@@ -204,20 +188,19 @@ def test_ctrl_c_saves_at_the_next_step_and_a_second_one_stops_at_once(tmp_path, 
         assert len(ranks) == (tp_size if tp_size > 1 else 0)
         assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the process table with ps")
+@linux_only
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0, 1])
 def test_ctrl_c_while_the_ranks_start_ends_them_with_one_line(tmp_path, seconds) -> None:
     """They cannot handle signals yet: first they start Python, then they import torch."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = start(*SLOW_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path / 'run'}")
+    process = start(*LONG_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path / 'run'}")
     signal.signal(signal.SIGINT, before)
     try:
-        while len(ranks := children_of(process)) < 2:
+        while len(ranks := ranks_of(process)) < 2:
             assert process.poll() is None
             time.sleep(0.05)
         time.sleep(seconds)
@@ -227,8 +210,7 @@ def test_ctrl_c_while_the_ranks_start_ends_them_with_one_line(tmp_path, seconds)
         assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
         assert not (tmp_path / "run").exists()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        end(process)
 
 
 @pytest.mark.slow

@@ -148,7 +148,8 @@ def test_a_sweep_of_plans_runs_in_a_batch_script_for_several_tasks() -> None:
 
 def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:
     (tmp_path / "short.txt").write_text("One document.")
-    done = train("-m", "data=local", f"data.path={tmp_path}/short.txt", f"hydra.sweep.dir={tmp_path}/sweep")
+    words = ("-m", "data=local", f"data.path={tmp_path}/short.txt", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = refuse(REPOSITORY / "src" / "train.py", *words)
     assert done.returncode == 2
     expected = f"error: job 0 of the sweep (data=local data.path={tmp_path}/short.txt): a corpus without"
     assert done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1

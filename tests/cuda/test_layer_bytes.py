@@ -3,34 +3,22 @@
 Sizes are those of `analysis/benchmarks/h200.sh`: Inductor cuts its reductions by the number of rows.
 """
 
-import sys
 from pathlib import Path
 
+import fake_gpu
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import fake_gpu  # noqa: E402
+from lmscale.config import Layout, TransformerConfig
+from lmscale.planner.layer_operations import NORM_INPUT_BYTES, LayerCounts
+from lmscale.planner.operations import step_operations
+from lmscale.planner.workload import BYTES, Workload
 
-from lmscale.config import Layout, TransformerConfig  # noqa: E402
-from lmscale.planner.layer_operations import NORM_INPUT_BYTES, LayerCounts  # noqa: E402
-from lmscale.planner.operations import step_operations  # noqa: E402
-from lmscale.planner.workload import BYTES, Workload  # noqa: E402
-
-pytestmark = [
-    pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem())),
-    pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 # What the planner leaves out: weights and biases that a kernel reads besides, and partial sums.
 TOLERANCE, FLOAT8_TOLERANCE = 0.01, 0.03
 # With fewer than 4,096 rows, or than twice the columns, Inductor sums the gradients of each LayerNorm in a pass of its
 # own (`MixOrderReduction` in torch/_inductor/scheduler.py). It reads gradient and input again: bytes per element.
 SUMS_APART = (BYTES["bf16"] + NORM_INPUT_BYTES) + 2 * BYTES["bf16"]
-
-
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory) -> Path:
-    return fake_gpu.build_guard(tmp_path_factory.mktemp("guard"))
 
 
 @pytest.mark.parametrize(
@@ -60,11 +48,9 @@ BERT = {"family": "bert", "hidden_size": 2560, "heads": 40, "s": 512, "b": 24, "
     "case, tolerance",
     [
         (GPT | {"sequence_parallel": True}, TOLERANCE),
-        pytest.param(GPT | {"tp_size": 8, "b": 8}, TOLERANCE, marks=pytest.mark.slow),
-        pytest.param(
-            GPT | {"sequence_parallel": True, "model": {"norm_order": "post"}}, TOLERANCE, marks=pytest.mark.slow
-        ),
-        pytest.param(GPT | {"sequence_parallel": True, "float8": True}, FLOAT8_TOLERANCE, marks=pytest.mark.slow),
+        (GPT | {"tp_size": 8, "b": 8}, TOLERANCE),
+        (GPT | {"sequence_parallel": True, "model": {"norm_order": "post"}}, TOLERANCE),
+        (GPT | {"sequence_parallel": True, "float8": True}, FLOAT8_TOLERANCE),
     ],
 )
 def test_a_layer_of_a_tensor_rank_moves_the_bytes_that_the_planner_counts(guard, case, tolerance) -> None:

@@ -3,33 +3,18 @@
 Not covered: the time of the kernels, streams, and NCCL.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fake_gpu
 import pytest
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-import fake_gpu  # noqa: E402
-
-pytestmark = pytest.mark.skipif(fake_gpu.problem() is not None, reason=str(fake_gpu.problem()))
+pytestmark = pytest.mark.slow
 CUT = {"tp_size": 2, "sequence_parallel": True}
 ZERO1 = {"dp_size": 2, "zero1": True}
 
 
-@pytest.fixture(scope="module")
-def guard(tmp_path_factory) -> Path:
-    return fake_gpu.build_guard(tmp_path_factory.mktemp("guard"))
-
-
 def take_steps(guard: Path, **case: object) -> dict:
-    command = [sys.executable, str(HERE / "optimizer_step.py"), str(guard), json.dumps(case)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return fake_gpu.run("optimizer_step.py", guard, case)
 
 
 def assert_the_host_never_waits(found: dict) -> None:
@@ -37,7 +22,6 @@ def assert_the_host_never_waits(found: dict) -> None:
     assert found["copies"] == {"copy_": 1}  # the counters, to pinned memory, read when the next step has been queued
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout"),
     [("fp16", "fp32", {}), ("bf16", "bf16", CUT), ("fp32", "fp32", ZERO1)],
@@ -49,7 +33,6 @@ def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
 
 # Bytes per parameter: gradient, master and moments are read, master, moments and half-type weight written. The norm
 # reads the gradient once more.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout", "num_bytes"),
     [

@@ -1,11 +1,10 @@
 """Tiny checkpoints and finetunings for tests: jobs prepared as by the entry point, on real ranks."""
 
-import csv
 import gc
-import json
 from pathlib import Path
 
 import numpy as np
+import runs
 import torch
 from finetuning import LENGTHS, make_tokenizer, write_task
 from ranks import run_in_turn, run_ranks
@@ -102,14 +101,13 @@ def _finetune_all(rank: int, jobs: list[FinetuneJob]) -> None:
 
 
 def read_rows(run: FinetuneConfig) -> list[dict[str, float]]:
-    """metrics.csv as numbers, without empty cells: scores have a file of their own."""
-    with open(Path(run.run_dir) / "metrics.csv", encoding="utf-8", newline="") as file:
-        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    """metrics.csv as numbers."""
+    return runs.read_rows(run.run_dir)
 
 
 def read_record(run: FinetuneConfig) -> dict:
     """The run's record."""
-    return json.loads((Path(run.run_dir) / "record.json").read_text(encoding="utf-8"))
+    return runs.read_record(run.run_dir)
 
 
 def read_metrics(run: FinetuneConfig) -> dict[str, float]:

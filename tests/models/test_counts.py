@@ -3,12 +3,8 @@
 Expected numbers: 12 h^2 + 13 h per layer; the rest computed by hand from the published architectures.
 """
 
-import functools
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed
 from sharding import count_model_parameters
 
 from lmscale.config import TransformerConfig
@@ -17,7 +13,6 @@ from lmscale.config.model import ModelConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
-CONF = Path(__file__).parents[2] / "conf"
 # name: (with the natural 50,257 or 30,522 rows, with 51,200 or 30,720)
 COUNTS = {
     "gpt_355m": (354_823_168, 355_788_800),
@@ -35,14 +30,8 @@ COUNTS = {
 TWENTY_HEADS = ("gpt_2.5b", "bert_752m")
 
 
-@functools.cache
-def model_values(name: str) -> dict:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return OmegaConf.to_container(compose("train", [f"model={name}"]).model, resolve=True)
-
-
 def paper_config(name: str, **changes) -> TransformerConfig:
-    values = model_values(name) | changes
+    values = composed("train", f"model={name}")["model"] | changes
     assert values.pop("name") == name
     return ModelConfig(**values).resolve(values["vocab_size"])
 

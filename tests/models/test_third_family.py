@@ -1,7 +1,6 @@
 """A model family outside the package: it trains on tensor ranks, resumes over stages and can be planned; export is
 refused."""
 
-import csv
 import json
 import subprocess
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import warm
 from entry_points import REPOSITORY, TINY, environment
+from runs import read_rows
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Layout, TransformerConfig
@@ -27,8 +27,7 @@ def script(name: str, *overrides: str) -> subprocess.CompletedProcess:
 
 
 def losses(run_dir: Path, name: str = "train/loss") -> list[float]:
-    with open(run_dir / "metrics.csv", encoding="utf-8", newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+    return [row[name] for row in read_rows(run_dir) if name in row]
 
 
 @pytest.fixture(scope="module")

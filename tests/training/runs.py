@@ -102,6 +102,30 @@ def read_tensors(run_dir: str | Path) -> dict[str, torch.Tensor]:
         return {key: reader.read(key) for key in reader.metadata.tensors}
 
 
+def assert_equal_runs(one: Path, other: Path, bound: float = 1e-12, moments: float = 10.0) -> None:
+    """Compare two runs in fp64: losses, norms and validations relatively, weights, and moments.
+
+    Args:
+        moments: the bound of moments in `bound`s of their largest element. Adam amplifies the rounding errors of
+            near-zero gradients.
+    """
+    rows, others = read_rows(one), read_rows(other)
+    assert [row["step"] for row in rows] == [row["step"] for row in others] != []
+    for row, twin in zip(rows, others, strict=True):
+        for column in row:
+            if column.partition("/")[0] in ("train", "val", "grad_norm"):
+                assert abs(twin[column] - row[column]) < bound * abs(row[column]), (column, row["step"])
+    records = [read_record(path)["metrics"] for path in (one, other)]
+    for metric in {"val/loss", "val_start/loss"} & records[0].keys() & records[1].keys():
+        values = [record[metric]["value"] for record in records]
+        assert abs(values[1] - values[0]) < bound * values[0], metric
+    tensors, others = read_tensors(one), read_tensors(other)
+    assert tensors.keys() == others.keys()
+    for key, tensor in tensors.items():
+        most = bound if key.startswith("model/") else moments * bound * max(tensor.abs().max().item(), 1e-30)
+        assert (others[key] - tensor).abs().max() < most, key
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """Compare losses, norms and every tensor bitwise."""
     for row, twin in zip(read_rows(one), read_rows(other), strict=True):

@@ -22,7 +22,6 @@ from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DI
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 EVERY_STEP = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}
-LONG_RUN = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=100000",)
 
 
 def train_here(run) -> int:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from composed import composed as values_of
 from omegaconf import OmegaConf
 from runs import REPOSITORY, read_record, read_rows, run_jobs, tiny_run
 
@@ -47,8 +47,7 @@ def points_of(word: str) -> dict[str, object]:
 
 def composed(folder: Path, *overrides: str) -> RunConfig:
     norm_order = "model.norm_order=post" if BERT in overrides else "model.norm_order=pre"
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        values = OmegaConf.to_container(compose("train", [*TINY, norm_order, *overrides]), resolve=True)
+    values = values_of("train", *TINY, norm_order, *overrides)
     return RunConfig.from_dict(values | {"run_dir": str(folder), "overrides": list(overrides)})
 
 
@@ -103,9 +102,8 @@ def test_the_record_lists_the_fidelity_and_its_settings(folder: Path) -> None:
 def test_finetuning_with_megatron_v1_ends_at_13_percent_of_the_peak_rate() -> None:
     last = {}
     for word in ("paper", "megatron_v1"):
-        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            values = compose("finetune", [f"fidelity={word}", "ckpt=x", "optimizer.lr=1e-4"])
-        run = FinetuneConfig.from_dict(OmegaConf.to_container(values, resolve=True) | {"run_dir": "/somewhere"})
+        values = values_of("finetune", f"fidelity={word}", "ckpt=x", "optimizer.lr=1e-4", complete=False)
+        run = FinetuneConfig.from_dict(values | {"run_dir": "/somewhere"})
         assert run.fidelity == word
         last[word] = learning_rate_of_update(1001, run.schedule(1000), run.optimizer.lr)
     assert last == {"paper": 0.0, "megatron_v1": pytest.approx(1.3e-5)}

@@ -1,9 +1,8 @@
 """Runs with `precision=fp8`: they learn as in bf16, resume bitwise, and are refused where unsupported."""
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-from runs import REPOSITORY, read_record, read_rows, tiny_run
+from composed import composed
+from runs import read_record, read_rows, tiny_run
 
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.config.generate import GenerateConfig
@@ -68,10 +67,7 @@ def test_only_pretraining_accepts_float8() -> None:
         GenerateConfig(ckpt="x", prompt="y", precision=precision)
     with pytest.raises(ValueError, match=refusal):
         ZeroShotConfig("x", WikiText103Config("wikitext103", "y"), ckpt="z", precision=precision)
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        values = OmegaConf.to_container(
-            compose("finetune", ["task=mnli", "ckpt=x", "precision=fp8", "optimizer.lr=1e-4"]), resolve=True
-        )
+    values = composed("finetune", "task=mnli", "ckpt=x", "precision=fp8", "optimizer.lr=1e-4", complete=False)
     with pytest.raises(ValueError, match=refusal):
         FinetuneConfig.from_dict(values | {"run_dir": "y"})
 

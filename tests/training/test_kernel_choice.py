@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from composed import composed_run as composed
 from runs import assert_same_run, read_record, tiny_run
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
@@ -23,14 +22,6 @@ from lmscale.training.checkpoints.resuming import kept_metadata
 from lmscale.training.kernel_choice import compiling_pays, keep_compile, resolve_attention
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
-
-CONF = Path(__file__).parents[2] / "conf"
-
-
-def composed(*overrides: str) -> RunConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        values = OmegaConf.to_container(compose("train", list(overrides)), resolve=True)
-    return RunConfig.from_dict(values | {"run_dir": "x"})
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """The optimizer: parameter groups, masters, skipped steps and clipping."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from sharding import random_batch, small_config, total_loss
+from sharding import compiler, random_batch, small_config, total_loss
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
@@ -156,20 +158,29 @@ def adamw_in_fp64(master, gradient, moments, number: int, lr: float, decay: floa
     return master - lr * decay * master - lr * step, first, second
 
 
+@pytest.fixture
+def compiles(request) -> Iterator[bool]:
+    """Whether the step is compiled, with the backend of the parameter."""
+    torch.compiler.reset()
+    with compiler(request.param or "inductor"):
+        yield request.param is not None
+
+
 @pytest.mark.parametrize(
     ("dtype", "moments", "compiles"),
     [
-        pytest.param("fp32", "fp32", True, marks=pytest.mark.slow),
-        ("bf16", "fp32", True),
-        pytest.param("fp64", "fp32", True, marks=pytest.mark.slow),
-        pytest.param("bf16", "bf16", True, marks=pytest.mark.slow),
-        ("bf16", "bf16", False),
+        *(
+            pytest.param(*types, "inductor", marks=pytest.mark.slow)
+            for types in (("fp32", "fp32"), ("bf16", "fp32"), ("fp64", "fp32"), ("bf16", "bf16"))
+        ),
+        ("bf16", "fp32", "aot_eager"),
+        ("bf16", "bf16", None),
     ],
+    indirect=["compiles"],
 )
 def test_the_update_is_adamw_of_fp64_within_eight_roundings(dtype, moments, compiles) -> None:
     """Relative to the largest number of the tensor: in fp32 the master to 2.4e-7, the second moment, for which the
     factor, the clipped gradient and its square are rounded, to 4.8e-7; bf16 moments to one of their own steps."""
-    torch.compiler.reset()
     model, optimizer = make(dtype, compiles=compiles, moments=moments, max_grad_norm=0.5)
     kinds, bound = ("exp_avg", "exp_avg_sq"), 1e-14 if dtype == "fp64" else 4 * 2**-24
     for number in (1, 2, 3):

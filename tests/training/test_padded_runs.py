@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+from runs import assert_equal_runs, read_rows, read_tensors, run_jobs, tiny_run
 
 from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
 from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
@@ -54,17 +54,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_norms_weights_and_moments_equal_those_of_one_process(root: Path, case: str) -> None:
-    one, padded = root / case / "one", root / case / "padded"
-    for row, other in zip(read_rows(one), read_rows(padded), strict=True):
-        for column in ("train/loss", "grad_norm"):
-            assert abs(other[column] / row[column] - 1) < BOUND, (column, row["step"])
-    values = [read_record(path)["metrics"]["val/loss"]["value"] for path in (one, padded)]
-    assert abs(values[1] / values[0] - 1) < BOUND
-    tensors, others = read_tensors(one), read_tensors(padded)
-    assert tensors.keys() == others.keys()
-    for key, tensor in tensors.items():
-        bound = BOUND if key.startswith("model/") else 10 * BOUND * tensor.abs().max()
-        assert (others[key] - tensor).abs().max() <= bound, key
+    assert_equal_runs(root / case / "one", root / case / "padded", BOUND)
 
 
 def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:

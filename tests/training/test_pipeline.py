@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+from runs import assert_equal_runs, read_rows, read_tensors, run_jobs, tiny_run
 from safetensors import safe_open
 
 from lmscale.checkpoint import list_checkpoints
@@ -95,27 +95,13 @@ def test_a_run_over_stages_equals_that_of_one_process(request, folder, layout, n
         train_all(folder, {layout: {name: SLOW[layout][name]}})
         root = folder / name
     one, stages = root / "one", root / "stages"
-    rows = list(zip(read_rows(one), read_rows(stages), strict=True))
-    assert rows
-    for row, other in rows:
-        for column in row.keys() - {"lr"}:
-            if column.partition("/")[0] not in ("train", "val", "grad_norm"):
-                continue
-            assert abs(other[column] - row[column]) < BOUND * row[column], (column, row["step"])
-    for metric in ("val/loss", "val_start/loss"):
-        values = [read_record(path)["metrics"][metric]["value"] for path in (one, stages)]
-        assert abs(values[0] - values[1]) < BOUND * values[0], metric
+    assert_equal_runs(one, stages, BOUND, moments=100.0)
     if (one / "layer_statistics.jsonl").exists():
         found, other = (json.loads((path / "layer_statistics.jsonl").read_text()) for path in (one, stages))
         assert len(found["sublayers"]) == 10
         for entry, twin in zip(found["sublayers"], other["sublayers"], strict=True):
             assert entry.pop("sublayer") == twin.pop("sublayer")
             assert entry == pytest.approx(twin, rel=1e-9)
-    tensors, others = read_tensors(one), read_tensors(stages)
-    assert tensors.keys() == others.keys()
-    for key, tensor in tensors.items():
-        bound = BOUND if key.startswith("model/") else 100 * BOUND * max(tensor.abs().max().item(), 1e-30)
-        assert (others[key] - tensor).abs().max() < bound, key
 
 
 def test_each_stage_writes_its_own_layers_and_the_tied_weight_is_written_once(folder) -> None:

@@ -1,7 +1,7 @@
 """Runs with sequence parallelism, also with micro-batches in halves, equal those of one process (fp64, 1e-12)."""
 
 import pytest
-from runs import read_record, read_rows, read_tensors, run_jobs, tiny_run
+from runs import assert_equal_runs, read_rows, run_jobs, tiny_run
 
 from lmscale.config import Layout
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
@@ -44,16 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_norms_and_weights_equal_those_of_one_process(folder, case: str) -> None:
-    plain, other = folder / case / "1x1", folder / case / "2x2"
-    for row, other_row in zip(read_rows(plain), read_rows(other), strict=True):
-        for column in ("train/loss", "grad_norm"):
-            assert abs(other_row[column] / row[column] - 1) < BOUND, (column, row["step"])
-    values = [read_record(path)["metrics"]["val/loss"]["value"] for path in (plain, other)]
-    assert abs(values[1] / values[0] - 1) < BOUND
-    tensors, other_tensors = read_tensors(plain), read_tensors(other)
-    for key, tensor in tensors.items():
-        if key.startswith("model/"):
-            assert (other_tensors[key] - tensor).abs().max().item() < BOUND, key
+    assert_equal_runs(folder / case / "1x1", folder / case / "2x2", BOUND)
 
 
 def test_half_types_sum_the_gradients_of_all_positions(tmp_path) -> None:
