@@ -6,6 +6,7 @@ vocabulary, L layers, p tensor-parallel size.
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -213,6 +214,11 @@ class ModelConfig(Checked):
         layer = 4 * h**2 + 2 * h * self.ffn_size + 2 * self.max_position_embeddings * h  # multiply-adds per token
         head = 0 if self.vocab_size is None else self.traits.scored_share * h * self.padded_vocab_size
         return stage_layers(self.num_layers, pp_size, head / layer)
+
+    def describe_stages(self, pp_size: int) -> str:
+        """The numbers of layers of the stages: "12 stages of 5 layers, 3 of 4, 1 of 3"."""
+        sizes = Counter(map(len, self.stages(pp_size))).items()
+        return ", ".join(f"{count} of {size}" for size, count in sizes).replace(" of", " stages of", 1)
 
     def check_stages(self, pp_size: int) -> None:
         """Refuse more stages than layers.

@@ -154,10 +154,9 @@ def describe_stages(plan: Plan) -> list[str]:
     stages = plan.layout.pp_size
     if stages == 1:
         return []
-    sizes = ", ".join(str(len(layers)) for layers in plan.job.config.stages(stages))
     num = plan.job.num_micro_batches(plan.layout)
     return [
-        f"stages of {sizes} layers, each idle for {plan.time.idle / plan.time.total:.0%} of a step of "
+        f"{plan.job.config.describe_stages(stages)} layers, each idle for {plan.time.idle / plan.time.total:.0%} of a step of "
         f"{num} micro-batch{'es' * (num > 1)}; memory is of the stage that needs most, time of the slowest, and the "
         "messages are of the first"
     ]

@@ -24,13 +24,13 @@ def announce(
 ) -> None:
     """Print the run's model, layout, options, steps and folder in a few lines."""
     run, resume_from, config, layout, batch = job.run, agreed.checkpoint, agreed.model, job.layout, job.batch
-    parameters = count_parameters(config, layout)
+    parameters, most = count_parameters(config, layout), "at most " * (layout.pp_size > 1)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
     chosen += describe_idle_gpus(job)
     if run.parallel.record is not None:
         chosen = f"; the fastest of {run.parallel.record}"
     print(
-        f"{run.name}: {parameters.total:,} parameters, {parameters.per_rank:,} per rank; {config.num_layers} layers, "
+        f"{run.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; {config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout} on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}{chosen}; "
@@ -95,11 +95,10 @@ def describe_stages(config: TransformerConfig, layout: Layout, batch: BatchConfi
     stages, num = layout.pp_size, batch.num_micro_batches
     if stages == 1:
         return ""
-    sizes = ", ".join(str(len(layers)) for layers in config.stages(stages))
     step = f"a step of {num} micro-batch{'es' * (num > 1)}"
     idle = f"each is idle for about {(stages - 1) / (num + stages - 1):.0%} of {step}"
     fewer = "; WARNING: with fewer micro-batches than stages some stages always wait" if num < stages else ""
-    return f"pipeline: stages of {sizes} layers; {idle}{fewer}\n"
+    return f"pipeline: {config.describe_stages(stages)} layers; {idle}{fewer}\n"
 
 
 def describe_attention_dropout(config: TransformerConfig) -> str:
