@@ -216,9 +216,8 @@ class ModelConfig(Checked):
         return stage_layers(self.num_layers, pp_size, head / layer)
 
     def describe_stages(self, pp_size: int) -> str:
-        """The numbers of layers of the stages: "12 stages of 5 layers, 3 of 4, 1 of 3"."""
-        sizes = Counter(map(len, self.stages(pp_size))).items()
-        return ", ".join(f"{count} of {size}" for size, count in sizes).replace(" of", " stages of", 1)
+        """How many stages have how many layers: "2 x 6 + 1 x 4"."""
+        return " + ".join(f"{count} x {size}" for size, count in Counter(map(len, self.stages(pp_size))).items())
 
     def check_stages(self, pp_size: int) -> None:
         """Refuse more stages than layers.

@@ -156,9 +156,9 @@ def describe_stages(plan: Plan) -> list[str]:
         return []
     num = plan.job.num_micro_batches(plan.layout)
     return [
-        f"{plan.job.config.describe_stages(stages)} layers, each idle for {plan.time.idle / plan.time.total:.0%} of a step of "
-        f"{num} micro-batch{'es' * (num > 1)}; memory is of the stage that needs most, time of the slowest, and the "
-        "messages are of the first"
+        f"stages of {plan.job.config.describe_stages(stages)} layers, each idle for "
+        f"{plan.time.idle / plan.time.total:.0%} of a step of {num} micro-batch{'es' * (num > 1)}; "
+        "memory is of the stage that needs most, time of the slowest, and the messages are of the first"
     ]
 
 

@@ -30,7 +30,8 @@ def announce(
     if run.parallel.record is not None:
         chosen = f"; the fastest of {run.parallel.record}"
     print(
-        f"{run.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; {config.num_layers} layers, "
+        f"{run.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; "
+        f"{config.num_layers} layers, "
         f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout} on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}{chosen}; "
@@ -98,7 +99,7 @@ def describe_stages(config: TransformerConfig, layout: Layout, batch: BatchConfi
     step = f"a step of {num} micro-batch{'es' * (num > 1)}"
     idle = f"each is idle for about {(stages - 1) / (num + stages - 1):.0%} of {step}"
     fewer = "; WARNING: with fewer micro-batches than stages some stages always wait" if num < stages else ""
-    return f"pipeline: {config.describe_stages(stages)} layers; {idle}{fewer}\n"
+    return f"pipeline: stages of {config.describe_stages(stages)} layers; {idle}{fewer}\n"
 
 
 def describe_attention_dropout(config: TransformerConfig) -> str:
