@@ -73,10 +73,9 @@ def test_windows_score_every_target_once_with_the_longest_context(num_targets: i
     assert scored == [(target, context_of(target, window, stride)) for target in range(num_targets)]
 
 
-@pytest.mark.parametrize("sizes, rule", [((0, 5, 2), "at least 2 tokens, but has 1"), ((9, 5, 6), "but is 6")])
-def test_windows_without_targets_or_with_gaps_are_refused(sizes: tuple[int, int, int], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        Windows(*sizes)
+def test_a_text_without_targets_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 tokens, but has 1"):
+        Windows(0, 5, 2)
 
 
 def test_window_counts_of_published_texts_equal_megatrons_and_the_papers() -> None:
