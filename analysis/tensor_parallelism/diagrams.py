@@ -1,4 +1,4 @@
-"""The paper's Figures 2, 3, 4 and 8 as diagrams of what ran: shapes, messages and groups that the ranks reported.
+"""The paper's Figures 2, 3, 4 and 8 and a pipeline as diagrams of what ran: shapes, messages, groups, times of ranks.
 
 An event has `phase`, `what`, `kind` and `shape` (`notebooks/on_ranks.py`).
 """
@@ -120,6 +120,31 @@ def groups(ranks: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Figure:
         for column, members in enumerate(data):
             _box(axes, column + 0.12, 0, 0.66, len(tensor), "", ORANGE, alpha=0.2)
             axes.text(column + 0.45, -0.1, f"data group\n{list(members)}", ha="center", va="top")
+    return figure
+
+
+def timeline(stages: Sequence[Sequence[tuple[str, int, float, float]]], what: str) -> Figure:
+    """The passes of a pipeline as they ran, over time, by micro-batch; forward is blue, backward orange.
+
+    Args:
+        stages: of each stage (`F` or `B`, micro-batch, start, end) of every pass; times in seconds, of one clock.
+        what: the stages, for the title.
+    """
+    num, start = len(stages[0]) // 2, min(begin for passes in stages for *_, begin, _ in passes)
+    span = max(end for passes in stages for *_, end in passes) - start
+    busy = sum(end - begin for passes in stages for *_, begin, end in passes)
+    idle, formula = 1 - busy / (len(stages) * span), (len(stages) - 1) / (num + len(stages) - 1)
+    title = f"{what} are idle for {idle:.0%} of a step; (p - 1) / (m + p - 1) is {formula:.0%}"
+    with house_style("white"):
+        figure = page_figure(title, 0.9 + 0.35 * len(stages))
+        axes = figure.subplots()
+        for stage, passes in enumerate(stages):
+            for name, index, begin, end in passes:
+                y, color = len(stages) - 1 - stage, BLUE if name == "F" else ORANGE
+                _box(axes, begin - start, y + 0.1, end - begin, 0.8, str(index), color)
+        labels = [f"stage {stage}" for stage in reversed(range(len(stages)))]
+        axes.set(xlim=(0, span), ylim=(0, len(stages)), xlabel="time, s", yticks=[i + 0.5 for i in range(len(stages))])
+        axes.set_yticklabels(labels)
     return figure
 
 
