@@ -97,7 +97,7 @@ def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
 
 
 def test_a_search_compares_numbers_of_stages_unless_one_is_given() -> None:
-    """Turing-NLG's 17 billion parameters fit no tensor group that divides its 28 heads."""
+    """Of the tensor groups that divide Turing-NLG's 28 heads only that of four fits V100s with one stage."""
     job = ["model=gpt_17b", "cluster=dgx2h_v100", "num_devices=256", "best=true", "top=1000"]
     answer = planned(*job)
     layouts = [entry["layout"] for entry in answer["fitting"]]
