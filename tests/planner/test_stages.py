@@ -20,7 +20,7 @@ from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters, stage_placements
 from lmscale.planner.plan import Plan, describe_stages
-from lmscale.planner.search import rank_over_stages
+from lmscale.planner.search import rank_layouts, stage_numbers
 from lmscale.training.step import optimizer as step_optimizer
 
 
@@ -89,7 +89,7 @@ def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> No
     """The paper's conclusion: beyond 16 billion parameters neither form of parallelism is enough alone."""
     config = dataclasses.replace(paper_model("gpt_8.3b"), num_layers=78, hidden_size=4256, num_attention_heads=28)
     job = dataclasses.replace(training(config, 1, dtype="fp16", compiles=True), global_batch_size=512)
-    ranking = rank_over_stages(job, cluster("dgx2h_v100"), 256, Layout())
+    ranking = rank_layouts(job, cluster("dgx2h_v100"), 256, Layout(), stage_numbers(job))
     assert ranking.fitting[0].layout.pp_size > 1
     assert {plan.layout.tp_size for plan in ranking.fitting} <= {1, 2, 4}  # what divides 28 heads and the vocabulary
 

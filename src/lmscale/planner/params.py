@@ -11,7 +11,6 @@ from ..partition import assign_owners
 
 _WHOLE_MODEL = Layout()
 _recent = lru_cache(maxsize=64)  # every count of a plan asks for its parameters
-_in_searches = lru_cache(maxsize=4096)  # a few numbers each
 
 
 class Parameter(NamedTuple):
@@ -169,7 +168,7 @@ def rank_sizes(config: TransformerConfig, layout: Layout, stage: int = 0) -> Ran
     return _rank_sizes(config, layout if layout.cuts_optimizer else dataclasses.replace(layout, dp_size=1), stage)
 
 
-@_in_searches
+@lru_cache(maxsize=4096)  # of three numbers each
 def _rank_sizes(config: TransformerConfig, layout: Layout, stage: int) -> RankSizes:
     sizes = [each.size for each in rank_parameters(config, layout, stage)]
     owned = owned_parameters(config, layout, stage)

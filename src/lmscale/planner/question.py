@@ -19,7 +19,7 @@ from .search import (
     nearest,
     rank_layouts,
     rank_on_machine,
-    rank_over_stages,
+    stage_numbers,
     suggest_layout,
 )
 from .workload import STAND_IN_VOCAB_SIZE, Workload
@@ -99,7 +99,8 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     with keys_of(TransformerConfig, "model."), keys_of(ParallelConfig, "parallel."):
         job.config.check_stages(options.pp_size)
     num_devices = question.num_devices or largest_number(job, question.cluster, options)
-    ranking = (rank_over_stages if any_number else rank_layouts)(job, question.cluster, num_devices, options)
+    numbers = stage_numbers(job) if any_number else [given]
+    ranking = rank_layouts(job, question.cluster, num_devices, options, numbers)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         wanted = dataclasses.replace(options, dp_size=num_devices)

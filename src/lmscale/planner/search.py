@@ -139,31 +139,22 @@ def first_that_fits(candidates: Iterable[Candidate], usable: int) -> Candidate |
     return next((each for each in candidates if estimate_memory(*each).total <= usable), None)
 
 
-def rank_layouts(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
-    """Plan every tp x dp with the stages of `options` on `num_devices`, micro-batch and recomputation mode.
+def rank_layouts(
+    job: Workload, cluster: Cluster, num_devices: int, options: Layout, numbers: Sequence[int] = ()
+) -> Ranking:
+    """Plan every tp x pp x dp on `num_devices`, micro-batch and recomputation mode.
 
     Every layout is planned also with `zero1` and, on GPUs, where layers are compiled, `batch_halves`, each alone and
     both. With `sequence_parallel` a `tp_size` that does not divide the sequence is left out, and with `batch_halves` an
-    odd micro-batch on several tensor ranks.
+    odd micro-batch on several tensor ranks. What is too large is named for the fewest stages.
+
+    Args:
+        numbers: of stages, ascending; none: that of `options`.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
     """
-    return _rank_together(job, cluster, num_devices, options, [options.pp_size])
-
-
-def rank_over_stages(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> Ranking:
-    """`rank_layouts` for each of the `stage_numbers`, together; what is too large is named for the fewest stages.
-
-    Raises:
-        ValueError: no grid divides model and batch.
-    """
-    return _rank_together(job, cluster, num_devices, options, stage_numbers(job))
-
-
-def _rank_together(
-    job: Workload, cluster: Cluster, num_devices: int, options: Layout, numbers: Sequence[int]
-) -> Ranking:
+    numbers = numbers or [options.pp_size]
     fitting, too_large = [], None
     for stages in numbers:
         fits, lacking = _plan_all(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages))
