@@ -20,7 +20,7 @@ LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
 def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> tuple[range, ...]:
     """The layers of each stage of a pipeline, at least one each, such that the slowest stage is as fast as possible.
 
-    What cannot be divided goes to later stages, which keep fewer micro-batches.
+    The sizes of the stages before the last differ by at most one layer.
 
     Args:
         head_layers: the time of the last stage's output projection, in layers.

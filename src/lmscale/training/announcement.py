@@ -13,6 +13,7 @@ from ..planner.search import largest_dp_size
 from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun
+from .runtime.cpu_settings import describe_slow_type
 
 
 def announce(
@@ -31,8 +32,8 @@ def announce(
         chosen = f"; the fastest of {run.parallel.record}"
     print(
         f"{run.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; "
-        f"{config.num_layers} layers, "
-        f"hidden {config.hidden_size}, {config.num_attention_heads} heads, norm order {config.norm_order}\n"
+        f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, "
+        f"norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout} on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}{chosen}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x {batch.num_micro_batches} x "
@@ -131,6 +132,12 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, 
     if run.optimizer.moments == "bf16":
         options.append("moments in bf16")
     return f"options: {', '.join(options)}\n" if options else ""
+
+
+def warn_of_slow_type(dtype: str, on_gpu: bool) -> str:
+    """Return a line if the CPU has no instructions for a half type; otherwise empty."""
+    slow = "" if on_gpu else describe_slow_type(dtype)
+    return f"WARNING: {slow}\n" if slow else ""
 
 
 def warn_of_costly_validation(run: RunConfig, num_samples: int) -> str:

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..data.prepare import warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
-from .announcement import warn_of_costly_validation
+from .announcement import warn_of_costly_validation, warn_of_slow_type
 from .callbacks.order import add_callbacks
 from .checkpoints.resuming import check_data_digest
 from .events import optional_loggers
@@ -19,7 +19,6 @@ from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .resolve import ResolvedRun, build_data
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
-from .runtime.cpu_settings import describe_slow_type
 from .runtime.exit_codes import DONE
 from .runtime.session import RankSession, new_trainer, run_on_this_rank
 
@@ -53,9 +52,8 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         return DONE  # an earlier start has completed the run
     if session.is_first:
         read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
-        slow = "" if job.on_gpu else describe_slow_type(job.run.precision.dtype)
-        warnings = [f"WARNING: {slow}\n"] if slow else []
-        warnings += (
+        warnings = (
+            warn_of_slow_type(job.run.precision.dtype, job.on_gpu),
             warn_of_costly_validation(job.run, data.num_validation_samples),
             warn_of_repetition(job.corpus, read),
         )

@@ -28,7 +28,7 @@ def prepare_connections(world_size: int) -> None:
     """Let gloo connect many ranks only as they communicate, and raise this process's limit of open files.
 
     Otherwise each group connects every rank with every other one: 511 sockets on each of 512, which was reported to
-    fail above 60 nodes. Fewer ranks keep all their connections, so that the loss of one is noticed at once.
+    fail above 60 nodes. Fewer keep the full mesh, over which the tests of lost ranks run.
     """
     if world_size > FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

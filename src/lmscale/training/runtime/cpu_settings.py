@@ -15,8 +15,7 @@ _INSTRUCTIONS = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "a
 def describe_slow_type(dtype: str) -> str:
     """A sentence if this processor, of x86, has no instructions for a half type; otherwise empty.
 
-    The factors are of a GPT with hidden size 256 and more: 3.5 on an Ice Lake, compiled, and 15 on an AMD EPYC with
-    AVX2, eager.
+    bf16 trained 175 instead of 619 tokens/s on an Ice Lake, and 60 instead of 900 on an AMD EPYC with AVX2 (once each).
     """
     names, flags = _INSTRUCTIONS.get(dtype, set()), cpu_flags()
     if not names or not flags or names & flags:
