@@ -79,6 +79,6 @@ def test_a_stage_that_dies_in_the_second_step_ends_the_others(tmp_path, capfd) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("dying", range(NUM_STAGES))
-def test_a_stage_that_dies_before_any_of_its_messages_ends_the_others(tmp_path, dying) -> None:
-    assert assert_ends_and_resumes(tmp_path, dying, range(1, 100)) > 15
+@pytest.mark.parametrize(("dying", "num_messages"), [(0, 24), (1, 38), (2, 22)])
+def test_a_stage_that_dies_before_any_of_its_messages_ends_the_others(tmp_path, dying, num_messages) -> None:
+    assert assert_ends_and_resumes(tmp_path, dying, range(1, 100)) == num_messages
