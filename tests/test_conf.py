@@ -25,6 +25,7 @@ TINY_VOCAB_SIZE = 1999  # in place of the tokenizer's size, which is not in a fi
 # Files that need further keys for a complete run.
 REQUIRED = {("data", "local"): ["data.path=corpus.txt"], ("data", "huggingface"): ["data.name=wikitext"]}
 REQUIRED["data", "indexed"] = ["data.path=dataset"]
+REQUIRED["schedule", "wsd"] = ["schedule.cooldown_steps=60"]
 OF_ONE_ENTRY_POINT = ("train", "finetune", "zero_shot", "prepare_data")  # folders of groups of one entry point
 
 

@@ -175,6 +175,10 @@ BAD = {
         ["schedule.formula=megatron_v1", "schedule.warmup_steps=2"],
         "`schedule.warmup_steps` must be at most half of `schedule.decay_steps` (3) with formula megatron_v1, but is 2",
     ),
+    "a decay after the end": (
+        ["schedule=wsd", "schedule.cooldown_steps=1", "schedule.decay_steps=99"],
+        "`schedule.decay_steps` must be at most `trainer.max_steps` (3) with `schedule.cooldown_steps`, but is 99",
+    ),
     "schedule": (["schedule.min_lr=1"], "`schedule.min_lr` must be at most `optimizer.lr`"),
     "tokenizer": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
     "tokenizer of the other model": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),

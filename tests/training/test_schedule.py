@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -74,6 +75,37 @@ def test_a_schedule_of_warmup_only_ends_at_the_peak_and_then_drops_to_the_minimu
 def test_a_constant_schedule_stays_at_the_peak_past_the_end() -> None:
     schedule = ScheduleConfig("constant", warmup_steps=4, decay_steps=9)
     assert [learning_rate(t, schedule, 0.2) for t in (2, 4, 9, 99)] == [0.1, 0.2, 0.2, 0.2]
+
+
+@pytest.mark.parametrize("decay, halfway", [("linear", 0.5), ("cosine", 0.5), ("linear", 0.75)])
+def test_with_a_cooldown_the_rate_is_constant_until_the_decay(decay: str, halfway: float) -> None:
+    floor = 2 * halfway - 1
+    schedule = ScheduleConfig(decay, warmup_steps=4, decay_steps=20, cooldown_steps=6, min_lr=floor)
+    rates = [learning_rate(t, schedule, 1.0) for t in range(25)]
+    assert rates[:5] == [0.0, 0.25, 0.5, 0.75, 1.0] and rates[4:15] == [1.0] * 11
+    assert rates[15] < 1.0 and rates[17] == pytest.approx(halfway) and rates[19] > floor
+    assert rates[20:] == [floor] * 5
+    whole = ScheduleConfig(decay, warmup_steps=4, decay_steps=20, cooldown_steps=16, min_lr=floor)
+    plain = dataclasses.replace(whole, cooldown_steps=None)
+    assert [learning_rate(t, whole, 1.0) for t in range(25)] == [learning_rate(t, plain, 1.0) for t in range(25)]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"cooldown_steps": 17},
+            "`cooldown_steps` must be at most the 16 steps of `decay_steps` after the warm",
+        ),
+        ({"warmup_steps": 30}, "at most the 0 steps of `decay_steps` after the warm-up, but is 6"),
+        ({"cooldown_steps": 0}, "`cooldown_steps` must be a whole number of at least 1, but is 0"),
+        ({"decay": "constant"}, "`cooldown_steps` must be null with decay constant, but is 6"),
+        ({"formula": "megatron_v1"}, "`cooldown_steps` must be null with formula megatron_v1, but is 6"),
+    ],
+)
+def test_a_cooldown_that_does_not_fit_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduleConfig(**{"decay": "linear", "warmup_steps": 4, "decay_steps": 20, "cooldown_steps": 6} | changes)
 
 
 @pytest.mark.parametrize("formula, decay", list(itertools.product(["paper", "megatron_v1"], ["cosine", "linear"])))

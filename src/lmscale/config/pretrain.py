@@ -103,6 +103,9 @@ class RunConfig(EntryConfig):
         is_scored = self.checkpoint.keep_best is None or self.trainer.validate_every_steps
         require(self, "checkpoint.keep_best", "null where `trainer.validate_every_steps` is 0", is_scored)
         self.schedule.check_peak(self.optimizer.lr)
+        ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
+        rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
+        require(self, "schedule.decay_steps", rule, ends)
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         self._check_sizes()

@@ -53,6 +53,7 @@ class ScheduleConfig(Checked):
         decay: form of the decay.
         warmup_steps: optimizer steps of linear warm-up.
         decay_steps: optimizer step at which the decay ends.
+        cooldown_steps: optimizer steps of the decay, before which the rate is constant; None: it follows the warm-up.
         min_lr: learning rate at the end of the decay.
         formula: `megatron_v1` is that of the released code, whose first update has rate 0.
     """
@@ -62,9 +63,16 @@ class ScheduleConfig(Checked):
     decay_steps: Positive
     min_lr: AtLeastZero = 0.0
     formula: Formula = "paper"
+    cooldown_steps: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, value in (("decay", "constant"), ("formula", "megatron_v1")):
+            rule = f"null with {name} {value}"
+            require(self, "cooldown_steps", rule, self.cooldown_steps is None or getattr(self, name) != value)
+        left = max(0, self.decay_steps - self.warmup_steps)
+        rule = f"at most the {left} steps of `decay_steps` after the warm-up"
+        require(self, "cooldown_steps", rule, self.cooldown_steps is None or self.cooldown_steps <= left)
         # The rate would rise above the peak.
         is_above = self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps
         rule = f"at most half of `decay_steps` ({self.decay_steps}) with formula megatron_v1"

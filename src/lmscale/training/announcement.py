@@ -51,11 +51,11 @@ def announce(
     if then.sizes != layout.sizes:
         print(f"layout: changed from the checkpoint's {then} to {layout}", flush=True)
     if resume_from and not run.resume.weights_only:
-        schedule = agreed.schedule
+        schedule, cooldown = agreed.schedule, agreed.schedule.cooldown_steps
         print(
             f"schedule: {schedule.decay} ({schedule.formula}) over {schedule.decay_steps} updates, warm-up "
-            f"{schedule.warmup_steps}, lr {agreed.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule="
-            f"{run.resume.schedule}",
+            f"{schedule.warmup_steps}{'' if cooldown is None else f', decay in the last {cooldown}'}, "
+            f"lr {agreed.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule={run.resume.schedule}",
             flush=True,
         )
     for note in job.corpus.manifest["notes"]:

@@ -1,4 +1,4 @@
-"""The learning rate of every update: linear warm-up, then a decay to a floor."""
+"""The learning rate of every update: linear warm-up, a constant rate if `cooldown_steps` is set, a decay to a floor."""
 
 import math
 from typing import Any
@@ -57,6 +57,8 @@ def learning_rate_of_update(update: int, schedule: ScheduleConfig, peak: float) 
 def learning_rate(t: float, schedule: ScheduleConfig, peak: float) -> float:
     """Learning rate after `t` updates: warm-up to `peak` over w updates, then decay to `min_lr` at E = `decay_steps`.
 
+    With `cooldown_steps` C the rate stays at the peak until E - C, and w is E - C in the formula of the decay.
+
     Both formulas warm up by peak t / w for t <= w. After it, with c(x) = (1 + cos(pi x)) / 2 or 1 - x:
 
     - `paper`: min_lr + c((t - w) / (E - w)) (peak - min_lr), and min_lr from E on. The text of sections 5.2 and 5.3.
@@ -69,7 +71,8 @@ def learning_rate(t: float, schedule: ScheduleConfig, peak: float) -> float:
         schedule: warm-up, decay, floor and formula.
         peak: the rate at the end of the warm-up.
 
-    Source: sections 5.2 and 5.3; NVIDIA/Megatron-LM v2.0 and v1.0, `learning_rates.py`.
+    Source: sections 5.2 and 5.3; NVIDIA/Megatron-LM v2.0 and v1.0, `learning_rates.py`; warm-up, stable, decay: Hu et
+        al. 2024 (arXiv:2404.06395).
     """
     warmup, end, floor = schedule.warmup_steps, schedule.decay_steps, schedule.min_lr
     if t <= warmup and warmup > 0:
@@ -80,7 +83,8 @@ def learning_rate(t: float, schedule: ScheduleConfig, peak: float) -> float:
         return max(floor, peak * _remaining((min(t, end - warmup) - warmup) / end, schedule.decay))
     if t >= end:
         return floor
-    return floor + _remaining((t - warmup) / (end - warmup), schedule.decay) * (peak - floor)
+    start = warmup if schedule.cooldown_steps is None else end - schedule.cooldown_steps
+    return peak if t <= start else floor + _remaining((t - start) / (end - start), schedule.decay) * (peak - floor)
 
 
 def _remaining(ratio: float, decay: str) -> float:
