@@ -17,7 +17,7 @@ from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model,
 from lmscale.config import TransformerConfig
 from lmscale.data.sampler import EpochShuffle
 from lmscale.training.checkpoints import saving, sharded_strategy
-from lmscale.training.checkpoints.resuming import find_checkpoint
+from lmscale.training.checkpoints.resuming import ScheduleDiffersError, find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 
@@ -252,6 +252,42 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
     assert pretrain(resolve(run)) == 2
     assert "the data digest must be" in capfd.readouterr().err
+
+
+COOLDOWN = {"decay": "linear", "warmup_steps": 1, "cooldown_steps": 2}
+
+
+def test_decays_that_branch_off_are_bitwise_the_runs_that_had_their_schedule_from_the_start(tmp_path) -> None:
+    constant = {"decay": "constant", "warmup_steps": 1, "decay_steps": 9}
+    kept = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}
+    train(tiny_run("bert", tmp_path / "stable", schedule=constant, trainer__max_steps=4, **DROPOUT, **kept))
+    for step, last in ((1, 4), (3, 5), (2, 6)):  # the last one is at the peak until step 4
+        changes = DROPOUT | {"schedule": COOLDOWN | {"decay_steps": last}, "trainer__max_steps": last}
+        branch, whole = tmp_path / f"branch-{last}", tmp_path / f"whole-{last}"
+        train(tiny_run("bert", branch, resume=str(tmp_path / f"stable/checkpoints/step_{step}.ckpt"), **changes))
+        train(tiny_run("bert", whole, **changes))
+        assert [row["step"] for row in read_rows(branch)] == list(range(step + 1, last + 1))
+        for row, other in zip(read_rows(branch), read_rows(whole)[step:], strict=True):
+            assert (row["lr"], row["train/loss"]) == (other["lr"], other["train/loss"])
+        tensors, others = read_tensors(branch), read_tensors(whole)
+        assert tensors.keys() == others.keys() and all(torch.equal(tensors[key], others[key]) for key in tensors)
+    assert [path.name for path in list_checkpoints(tmp_path / "stable" / "checkpoints")][-1] == "step_4.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": COOLDOWN | {"decay_steps": 7}, "trainer__max_steps": 7}, "schedule.cooldown_steps is 2 here and"),
+        ({"optimizer__weight_decay": 0.1}, "optimizer.weight_decay is 0.1 here and 0.01 there"),
+        ({"optimizer__beta2": 0.95}, "optimizer.beta2 is 0.95 here and 0.999 there"),
+    ],
+)
+def test_a_branch_that_would_have_been_another_run_is_refused(finished, tmp_path, changes, message) -> None:
+    run = tiny_run("gpt", tmp_path, resume=str(finished), **LONG | changes)
+    with pytest.raises(ScheduleDiffersError, match=message):
+        resolve(run)
+    kept = resolve(dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="keep")))
+    assert kept.schedule == tiny_run("gpt", tmp_path).schedule and kept.optimizer == tiny_run("gpt", tmp_path).optimizer
 
 
 def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -> None:

@@ -220,8 +220,8 @@ class ResumeConfig(Checked):
     Args:
         path: `none`, `auto` (the newest intact checkpoint of the run folder, if any) or the path of a checkpoint or run
             folder.
-        schedule: if schedule or peak rate differ from the checkpoint's: `assert` refuses, `keep` takes the
-            checkpoint's, `override` the current ones.
+        schedule: if schedule or optimizer differ from the checkpoint's: `assert` refuses, unless all rates so far are
+            the same and the optimizer too; `keep` takes the checkpoint's, `override` the current ones.
         weights_only: load only the weights: a new run, on any data, from step 0.
     """
 

@@ -28,6 +28,7 @@ from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.datamodule import PretrainDataModule
 from ...launcher import is_restart
+from ..step.learning_rate import learning_rate_of_update
 from ..strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
@@ -42,7 +43,7 @@ _STATE = ("data_digest", "corpus_hash")
 
 
 class ScheduleDiffersError(ValueError):
-    """The schedule differs from the checkpoint's, and `resume.schedule` does not say which one to use."""
+    """Rates or optimizer differ from the checkpoint's, and `resume.schedule` does not say which ones to use."""
 
 
 def find_checkpoint(run: RunConfig) -> str | None:
@@ -107,7 +108,7 @@ def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | 
 def check_fit(
     run: RunConfig, config: TransformerConfig, corpus_hash: str, path: str
 ) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """Check that a run fits the checkpoint it resumes from; returns its learning rate and schedule.
+    """Check that a run fits the checkpoint it resumes from; returns its optimizer and schedule.
 
     Args:
         corpus_hash: hash of the tokenized training text.
@@ -115,7 +116,7 @@ def check_fit(
     Raises:
         CheckpointError: the model, its initial weights or the data differ; every difference is listed. The checkpoint
             is past the end of the run.
-        ScheduleDiffersError: the schedule differs under `resume.schedule=assert`.
+        ScheduleDiffersError: the rates so far or the optimizer differ under `resume.schedule=assert`.
     """
     metadata = read_metadata(path)
     check_model(metadata, config.to_dict(), path)
@@ -152,7 +153,7 @@ def check_fit(
             f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
             "the data; `resume.weights_only`=true starts a new run from the weights)"
         )
-    return _choose_schedule(run, then, name)
+    return _choose_schedule(run, then, name, metadata.optimizer["num_updates"])
 
 
 def _differences(keys: Iterable[str], run: RunConfig, then: dict[str, Any]) -> list[str]:
@@ -160,22 +161,33 @@ def _differences(keys: Iterable[str], run: RunConfig, then: dict[str, Any]) -> l
     return [f"{key} is {here!r} here and {then.get(key)!r} there" for key, here in now.items() if here != then.get(key)]
 
 
-def _choose_schedule(run: RunConfig, then: dict[str, Any], name: str) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """The learning rate and the schedule that `resume.schedule` chooses; `then` are the checkpoint's keys."""
+def _choose_schedule(
+    run: RunConfig, then: dict[str, Any], name: str, num_updates: int
+) -> tuple[OptimizerConfig, ScheduleConfig]:
+    """The optimizer and the schedule that `resume.schedule` chooses; `then` are the checkpoint's keys."""
     names = [each.name for each in dataclasses.fields(ScheduleConfig)]
-    differences = [
+    constants = [f"optimizer.{each.name}" for each in dataclasses.fields(OptimizerConfig)]
+    constants = [key for key in constants if key in then and key not in ("optimizer.lr", "optimizer.moments")]
+    others = _differences(constants, run, then)
+    differences = others + [
         f"{each} (by default trainer.max_steps)" if each.startswith("schedule.decay_steps") else each
         for each in _differences([*(f"schedule.{each}" for each in names), "optimizer.lr"], run, then)
     ]
-    if differences and run.resume.schedule == "assert":
-        raise ScheduleDiffersError(
-            f"`resume.schedule` must be keep or override where the schedule is not that of {name} "
-            f"({'; '.join(differences)}), but is assert"
-        )
     if not differences or run.resume.schedule == "override":
         return run.optimizer, run.schedule
-    schedule = {each: then.get(f"schedule.{each}") for each in names}
-    return dataclasses.replace(run.optimizer, lr=then.get("optimizer.lr")), ScheduleConfig(**schedule)
+    schedule, lr = ScheduleConfig(**{each: then.get(f"schedule.{each}") for each in names}), then.get("optimizer.lr")
+    if run.resume.schedule == "keep":
+        kept = {key.removeprefix("optimizer."): then[key] for key in constants}
+        return dataclasses.replace(run.optimizer, lr=lr, **kept), schedule
+    # A run may branch off while the rates are the same: its decay comes later, or it is longer at a constant rate.
+    choices = (run.schedule, run.optimizer.lr), (schedule, lr)
+    rates = ([learning_rate_of_update(k, *choice) for choice in choices] for k in range(1, num_updates + 1))
+    if others or any(here != there for here, there in rates):
+        raise ScheduleDiffersError(
+            f"`resume.schedule` must be keep or override where the rates so far or the optimizer are not those of "
+            f"{name} ({'; '.join(differences)}), but is assert"
+        )
+    return run.optimizer, run.schedule
 
 
 def agree_on_checkpoint(
