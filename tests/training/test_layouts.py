@@ -39,6 +39,12 @@ CASES["bert-post-dropout"] = (
         "micro_batch_size": 2,
     },
 )
+MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
+COMPLETEP = MUP | {"model__parametrization": "completep", "model__base_num_layers": 1}
+SCALED = {
+    f"{family}-{c['model__parametrization']}": (family, c) for family in ("gpt", "bert") for c in (MUP, COMPLETEP)
+}
+CASES |= SCALED
 # Switches with one family and norm order; the other combinations are slow tests, and ZeRO-1 has tests of its own.
 QUICK = {  # the layouts besides one process
     "gpt-pre-plain": ((4, 1),),
@@ -46,6 +52,7 @@ QUICK = {  # the layouts besides one process
     "gpt-pre-dropout": ((2, 1), (1, 2), (2, 2)),
     "bert-post-full-recompute": ((2, 1), (2, 2)),
     "bert-post-first-gradient": ((1, 2), (4, 1)),
+    **dict.fromkeys(SCALED, ((2, 1), (4, 1))),
 }
 
 

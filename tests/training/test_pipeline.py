@@ -25,14 +25,16 @@ BOUND = 1e-12
 DROPOUT = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
 STATISTICS = {"logger__layer_grad_norms": True, "logger__layer_statistics": [2]}
 SEQUENCE = {"parallel__sequence_parallel": True, "data__seq_length": 32}
+MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
+COMPLETEP = MUP | {"model__parametrization": "completep", "model__base_num_layers": 2}
 # By layout (tp, pp, dp): runs of 5 layers, with as many micro-batches as p - 1, p, and 2 p + 1 or more.
 CASES = {
     (1, 2, 1): {
-        "gpt-5-micro-batches": ("gpt", {"micro_batch_size": 2, "global_batch_size": 10, **STATISTICS}),
-        "bert-post-1-micro-batch": ("bert", {"model__norm_order": "post", "model__recompute": "full"}),
+        "gpt-5-micro-batches": ("gpt", {"micro_batch_size": 2, "global_batch_size": 10, **STATISTICS, **COMPLETEP}),
+        "bert-post-1-micro-batch": ("bert", {"model__norm_order": "post", "model__recompute": "full", **MUP}),
     },
-    (1, 3, 1): {"gpt-uneven": ("gpt", {"micro_batch_size": 4, "global_batch_size": 12, **DROPOUT})},
-    (2, 2, 1): {"bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE})},
+    (1, 3, 1): {"gpt-uneven": ("gpt", {"micro_batch_size": 4, "global_batch_size": 12, **DROPOUT, **MUP})},
+    (2, 2, 1): {"bert-sequence-parallel": ("bert", {"micro_batch_size": 1, **DROPOUT, **SEQUENCE, **COMPLETEP})},
     (1, 2, 2): {"gpt-zero1": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})},
 }
 SLOW = {
