@@ -1,10 +1,10 @@
-"""Does a model's best learning rate transfer over width and depth? Measures how far its activations move as it grows.
+"""Does a model's best learning rate transfer over its sizes? Measures how far its activations move as it grows.
 
 A parametrization that transfers moves every activation equally far at every size (Yang et al. 2022, appendix D.1). The
-model is trained a few steps on one batch of random tokens, at several widths and at several depths, with the heads and
-the base sizes of the configuration. For each part the mean of |x after - x before| is fitted by a power of the size.
-The check passes if no power is further from 0 than `--bound`. Of the configuration only `model` and `optimizer` are
-used.
+model is trained a few steps on one batch of random tokens, at several widths (with more heads), depths and head sizes
+(with fewer heads), with the base sizes of the configuration. For each part the mean of |x after - x before| is fitted
+by a power of the size. The check passes if no power is further from 0 than `--bound`. Of the configuration only `model`
+and `optimizer` are used.
 
 python analysis/coordinate_check/run.py model=gpt_tiny model.parametrization=completep
 python analysis/coordinate_check/run.py --widths 128 256 512 --depths 2 4 8 --output mine.png model=bert_tiny \
@@ -15,10 +15,10 @@ Not seen by this check: the weight decay.
 
 import argparse
 import dataclasses
-import json
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 import lmscale.cli.conf_files  # noqa: F401  # the resolver that conf/train.yaml uses
-from analysis.report.records import ANALYSIS
-from analysis.report.style import house_style, page_figure
+from analysis.coordinate_check.figure import draw_moves
+from analysis.report.records import ANALYSIS, add_line, read_lines
 from lmscale.cli.errors import exit_with
 from lmscale.config import TransformerConfig
 from lmscale.config.family import load
@@ -42,10 +42,13 @@ from lmscale.config.pretrain import RunConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.results import record_argument
+from lmscale.results import new_record, record_argument
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
-VOCABULARY, SEQUENCES, TOKENS = 256, 8, 64  # the batch, at most as long as the model's positions
+# Fewer positions than a head has numbers. What many positions do to a weight does not add up but averages out, by the
+# root of the size: with 512 positions narrow models moved differently in the right parametrization too.
+VOCABULARY, SEQUENCES, TOKENS = 256, 1, 8
+READOUTS = ("logits", "sentence order")
 ALONE = ParallelContext()
 FIGURES = (".png", ".pdf", ".svg")
 
@@ -57,18 +60,18 @@ def read_config(overrides: list[str]) -> RunConfig:
     return RunConfig.from_dict(values | {"run_dir": "unused"})
 
 
-def resized(config: RunConfig, hidden_size: int, num_layers: int) -> TransformerConfig:
-    """The configured model at a different width and depth, with heads of the same size and without dropout."""
+def resized(config: RunConfig, hidden_size: int, num_layers: int, head_size: int) -> TransformerConfig:
+    """The configured model at different sizes, without dropout."""
     model, bases = config.model, {}
-    if hidden_size % model.head_size:
-        raise ValueError(f"a width must be a multiple of the head size ({model.head_size}), but is {hidden_size}")
+    if hidden_size % head_size:
+        raise ValueError(f"a width must be a multiple of the head size ({head_size}), but is {hidden_size}")
     if model.parametrization != "standard":
         bases["base_hidden_size"] = model.base_hidden_size or model.hidden_size
         if model.scaling.scales_depth:
             bases["base_num_layers"] = model.base_num_layers or model.num_layers
         bases["base_head_size"] = model.base_head_size or model.head_size
     sizes = {"hidden_size": hidden_size, "num_layers": num_layers}
-    sizes["num_attention_heads"] = hidden_size // model.head_size
+    sizes["num_attention_heads"] = hidden_size // head_size
     off = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.0)
     changed = dataclasses.replace(model, **sizes, **bases, **off, vocab_size=VOCABULARY, vocab_multiple=1)
     return changed.resolve(VOCABULARY)
@@ -83,31 +86,45 @@ def random_batch(config: TransformerConfig, seed: int) -> dict[str, Any]:
     return batch | {"sop_labels": labels[:, 0] % 2, "scored": torch.arange(labels.numel())}
 
 
-def parts_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose outputs are compared."""
-    layers = model.transformer.layers
-    ends = {"first": layers[0], "last": layers[-1]}
-    found = {f"{end} {name}": getattr(layer, name) for end, layer in ends.items() for name in ("attention", "mlp")}
-    return found | {"last layer": layers[-1]}
+def scores(attention: nn.Module, qkv: Tensor) -> Tensor:
+    """Attention scores before mask and softmax, [b, n, s, s]."""
+    q, k, _ = qkv.unflatten(-1, (-1, 3, attention.head_size)).permute(3, 0, 2, 1, 4)  # each [b, n, s, d]
+    return q @ k.transpose(-1, -2) * (attention.score_factor or attention.head_size**-0.5)
+
+
+def parts_of(model: nn.Module) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """The modules whose outputs are compared, and what is compared of the output."""
+    layers, found = model.transformer.layers, {}
+    for end, layer in {"first": layers[0], "last": layers[-1]}.items():
+        found[f"{end} scores"] = layer.attention.qkv, partial(scores, layer.attention)
+        found |= {f"{end} {name}": (getattr(layer, name), Tensor.clone) for name in ("attention", "mlp")}
+    if hasattr(model, "order_head"):
+        found["sentence order"] = model.order_head, Tensor.clone
+    return found | {"last layer": (layers[-1], Tensor.clone)}
 
 
 def moves(config: TransformerConfig, optimizer: OptimizerConfig, seed: int, steps: int, readout_steps: int) -> dict:
-    """Mean |x after - x before| of each part after `steps` steps, and of the logits after `readout_steps`."""
+    """Mean |x after - x before| of each part after `steps` steps, and of the readouts after `readout_steps`."""
     model = build_model(config, ALONE, seed=seed)
+    with torch.no_grad():  # queries of 0, as their limit is: drawn ones shrink with the head (Yang et al. 2022, D.2)
+        for attention in (layer.attention for layer in model.transformer.layers):
+            attention.qkv.weight.view(-1, 3, attention.head_size, config.hidden_size)[:, 0] = 0.0
     settings = dataclasses.replace(optimizer, max_grad_norm=None)
     updates = MixedPrecisionAdamW(model.named_parameters(), settings, PrecisionConfig("fp32"), ALONE)
     for group in updates.param_groups:
         group["lr"] = optimizer.lr * group["rate_factor"]
     batch, loss = random_batch(config, seed), load(config.traits.loss)
     outputs: dict[str, Tensor] = {}
-    for name, module in parts_of(model).items():
-        module.register_forward_hook(lambda module, inputs, output, name=name: outputs.update({name: output.detach()}))
+    for name, (module, part) in parts_of(model).items():
+        module.register_forward_hook(
+            lambda _, inputs, output, name=name, part=part: outputs.update({name: part(output)})
+        )
 
     def probe() -> dict[str, Tensor]:
         with torch.no_grad():
             # Of the labels: what is learned. Those of other words move by chance too, less the wider the model is.
             logits = loss.token_logits(model, batch).gather(-1, batch["labels"].unsqueeze(-1))
-            return {"logits": logits} | {name: output.clone() for name, output in outputs.items()}
+            return {"logits": logits, **outputs}
 
     before, found = probe(), {}
     for step in range(1, max(steps, readout_steps) + 1):
@@ -116,7 +133,7 @@ def moves(config: TransformerConfig, optimizer: OptimizerConfig, seed: int, step
         updates.step()
         if step in (steps, readout_steps):
             now = probe()
-            names = [name for name in now if step == (readout_steps if name == "logits" else steps)]
+            names = [name for name in now if step == (readout_steps if name in READOUTS else steps)]
             found |= {name: (now[name] - before[name]).abs().mean().item() for name in names}
     return found
 
@@ -126,12 +143,18 @@ def slope(sizes: Iterable[float], values: Iterable[float]) -> float:
     return float(np.polyfit(np.log(list(sizes)), np.log(list(values)), 1)[0])
 
 
-def check(config: RunConfig, widths: list[int], depths: list[int], seeds: int, steps: int, readout_steps: int) -> list:
-    """One row per axis and part: the moves at each size, averaged over the seeds, and their power."""
+def check(config: RunConfig, axes: dict[str, list[int]], seeds: int, steps: int, readout_steps: int) -> list[dict]:
+    """One row per axis and part: the moves at each size, averaged over the seeds, and their power.
+
+    Args:
+        axes: the sizes by `width`, `depth` and `head size`; the others are then those of the model, with the least
+            depth.
+    """
     model, rows = config.model, []
-    shallow = min(depths, default=model.num_layers)
-    grid = {"width": [(w, shallow) for w in widths], "depth": [(model.hidden_size, d) for d in depths]}
-    for axis, sizes in grid.items():
+    own = {"width": model.hidden_size, "depth": min(axes["depth"], default=model.num_layers)}
+    own["head size"] = model.head_size
+    for axis, lengths in axes.items():
+        sizes = [tuple((own | {axis: length}).values()) for length in lengths]
         by_size = []
         for size in sizes:
             runs = [moves(resized(config, *size), config.optimizer, s, steps, readout_steps) for s in range(seeds)]
@@ -142,29 +165,12 @@ def check(config: RunConfig, widths: list[int], depths: list[int], seeds: int, s
                     f"`optimizer.lr` must move every part by a finite distance, but with {config.optimizer.lr:g} the "
                     f"{still[0]} moves by {by_size[-1][still[0]]} at hidden size {size[0]} and {size[1]} layers"
                 )
-        lengths = [size[axis == "depth"] for size in sizes]
         for name in by_size[0] if by_size else ():
             values = [found[name] for found in by_size]
             rows.append(
                 {"axis": axis, "part": name, "sizes": lengths, "moves": values, "power": slope(lengths, values)}
             )
     return rows
-
-
-def draw(rows: list[dict], bound: float, title: str, path: Path) -> None:
-    """A panel per axis, a line per part, with the verdict on each."""
-    axes = list(dict.fromkeys(row["axis"] for row in rows))
-    with house_style():
-        figure = page_figure(title, 3.8)
-        for panel, axis in zip(figure.subplots(1, len(axes), squeeze=False)[0], axes, strict=True):
-            for row in (row for row in rows if row["axis"] == axis):
-                label = f"{row['part']}: {row['power']:+.2f} {'pass' if abs(row['power']) <= bound else 'FAIL'}"
-                panel.loglog(row["sizes"], row["moves"], marker="o", label=label)
-            panel.set(xlabel=axis, ylabel="mean |x after - x before|")
-            panel.set_xticks(row["sizes"], row["sizes"])
-            panel.minorticks_off()
-            panel.legend(title="power of the size", fontsize="small")
-        figure.savefig(path)
 
 
 def _positive(text: str) -> int:
@@ -183,18 +189,20 @@ def main() -> None:
         nargs="*",
         help="numbers of layers; by default 2 4 8 16, with mup none: it has no depth rule",
     )
-    parser.add_argument("--steps", type=_positive, default=10, help="training steps before the comparison")
+    parser.add_argument("--head-sizes", type=_positive, nargs="*", default=[], help="sizes of a head, by default none")
+    parser.add_argument("--steps", type=_positive, default=5, help="training steps before the comparison")
     parser.add_argument(
         "--readout-steps", type=_positive, default=30, help="the same for the logits, which settle later"
     )
     parser.add_argument("--seeds", type=_positive, default=3)
-    parser.add_argument("--bound", type=float, default=0.3, help="largest power of the size that passes")
+    parser.add_argument("--bound", type=float, default=0.25, help="largest power of the size that passes")
     parser.add_argument(
         "--output",
         type=record_argument,
         default=ANALYSIS.parent / "outputs" / "coordinate_check.png",
-        help="figure; the record is beside it",
+        help="figure",
     )
+    parser.add_argument("--records", type=record_argument, help="file of records, one per line, to add this check to")
     own, overrides = parser.parse_known_args()
     try:
         config = read_config(overrides)
@@ -202,27 +210,38 @@ def main() -> None:
             own.depths = [] if config.model.parametrization == "mup" else [2, 4, 8, 16]
         if own.output.suffix not in FIGURES:
             raise ValueError(f"`--output` must end in {', '.join(FIGURES)}, but is {own.output}")
-        for name, sizes in (("--widths", own.widths), ("--depths", own.depths)):
+        axes = {"width": own.widths, "depth": own.depths, "head size": own.head_sizes}
+        for name, sizes in axes.items():
             if len(set(sizes)) == 1:
-                raise ValueError(f"`{name}` must have at least two sizes or none, but has {sizes[0]}")
-        if not own.widths and not own.depths:
-            raise ValueError("`--widths` or `--depths` must have sizes, but both have none")
+                option = f"--{name.replace(' ', '-')}s"
+                raise ValueError(f"`{option}` must have at least two sizes or none, but has {sizes[0]}")
+        if not any(axes.values()):
+            raise ValueError("`--widths`, `--depths` or `--head-sizes` must have sizes, but all have none")
         for width in own.widths:
-            resized(config, width, config.model.num_layers)
-        rows = check(config, own.widths, own.depths, own.seeds, own.steps, own.readout_steps)
+            resized(config, width, config.model.num_layers, config.model.head_size)
+        for head_size in own.head_sizes:
+            resized(config, config.model.hidden_size, config.model.num_layers, head_size)
+        name = f"{config.model.name}_{config.model.parametrization}"
+        if own.records and name in read_lines(own.records):
+            raise ValueError(f"`--records` must not have the check {name} yet, but {own.records} does")
+        rows = check(config, axes, own.seeds, own.steps, own.readout_steps)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         exit_with(error)
     failed = [row for row in rows if abs(row["power"]) > own.bound]
     for row in rows:
         values = "  ".join(f"{value:9.4f}" for value in row["moves"])
         verdict = "FAIL" if row in failed else "pass"
-        print(f"{row['axis']:6}{row['part']:17}{values}   power {row['power']:+.2f}  {verdict}")
-    name = f"{config.model.name}, {config.model.parametrization}, lr {config.optimizer.lr:g}"
+        print(f"{row['axis']:10}{row['part']:16}{values}   power {row['power']:+.2f}  {verdict}")
     found = f"{len(failed)} of {len(rows)} parts change with the size" if failed else "all parts move equally far"
-    title = f"{name}: {found}"
+    title = f"{config.model.name}, {config.model.parametrization}, lr {config.optimizer.lr:g}: {found}"
     own.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(rows, own.bound, title, own.output)
-    own.output.with_suffix(".json").write_text(json.dumps({"model": config.model.to_dict(), "rows": rows}, indent=1))
+    draw_moves(rows, own.bound, title).savefig(own.output)
+    if own.records:
+        settings = {name: getattr(own, name) for name in ("steps", "readout_steps", "seeds", "bound")}
+        settings |= {"model": config.model.to_dict(), "optimizer": dataclasses.asdict(config.optimizer), "rows": rows}
+        powers = {f"{row['axis']}/{row['part']}": row["power"] for row in rows}
+        metrics = {part: {"value": power, "unit": "power of the size"} for part, power in powers.items()}
+        add_line(own.records, name, new_record("coordinate_check", "run", settings, None, metrics, device="cpu"))
     print(f"{title}\nfigure: {own.output}")
     sys.exit(1 if failed else 0)
 

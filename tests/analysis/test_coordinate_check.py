@@ -1,40 +1,47 @@
 """The coordinate check passes a parametrization that transfers, and sees each wrong multiplier that it can see."""
 
-import json
 import sys
 
 import pytest
 
 from analysis.coordinate_check import run as coordinate_check
+from analysis.report.records import read_lines
 from lmscale.models import parametrization
 
 SMALL = ["model=gpt_tiny", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_layers=2"]
 SMALL += ["optimizer.lr=4e-3"]
+SIZES = {"width": [64, 256], "depth": [2, 8], "head size": [16, 128]}
 
 
-def powers(name: str, widths: list[int], depths: list[int], bound: float = 0.35) -> list[str]:
+def powers(family: str, name: str, axes: dict[str, list[int]], bound: float = 0.25) -> list[str]:
     """The parts that fail, as `axis part`."""
-    config = coordinate_check.read_config([*SMALL, f"model.parametrization={name}"])
-    rows = coordinate_check.check(config, widths, depths, seeds=1, steps=6, readout_steps=12)
+    config = coordinate_check.read_config(
+        [f"model={family}_tiny", f"model.parametrization={name}", "optimizer.lr=1e-3"]
+    )
+    axes = dict.fromkeys(SIZES, []) | axes
+    rows = coordinate_check.check(config, axes, seeds=3, steps=5, readout_steps=15)
     return [f"{row['axis']} {row['part']}" for row in rows if abs(row["power"]) > bound]
 
 
-def test_completep_passes_over_width_and_depth_and_the_standard_fails() -> None:
-    assert powers("completep", [64, 128, 256], [2, 4, 8]) == []
-    failed = powers("standard", [64, 256], [2, 8])
-    assert {"width last layer", "width first mlp", "depth last layer"} <= set(failed)
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_completep_passes_over_every_size_and_the_standard_fails(family: str) -> None:
+    assert powers(family, "completep", {"width": [64, 128, 256], "depth": [2, 4, 8], "head size": [16, 32, 128]}) == []
+    failed = powers(family, "standard", SIZES)
+    assert {"width last layer", "width first mlp", "depth last layer", "head size last scores"} <= set(failed)
 
 
 @pytest.mark.parametrize(
-    "change, part",
+    "family, change, parts",
     [
-        ({"rate_factor": lambda self, role: 1.0}, "width last layer"),
-        ({"output_factor": 1.0}, "width logits"),
-        ({"residual_factor": 1.0}, "depth last layer"),
+        ("gpt", {"rate_factor": lambda self, role: 1.0}, {"width last layer"}),
+        ("gpt", {"output_factor": 1.0}, {"width logits"}),
+        ("bert", {"output_factor": 1.0}, {"width logits", "width sentence order"}),
+        ("gpt", {"attention_factor": 1.0}, {"head size first scores", "head size last scores"}),
+        ("gpt", {"residual_factor": 1.0}, {"depth last layer"}),
     ],
-    ids=["rate", "readout", "residual"],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_a_wrong_multiplier_fails(monkeypatch, change: dict, part: str) -> None:
+def test_a_wrong_multiplier_fails(monkeypatch, family: str, change: dict, parts: set[str]) -> None:
     wrong = type("Wrong", (parametrization.CompleteP,), {})
     for name, value in change.items():
         if callable(value):
@@ -42,20 +49,22 @@ def test_a_wrong_multiplier_fails(monkeypatch, change: dict, part: str) -> None:
         else:  # an attribute that the class sets: nothing else may replace it
             monkeypatch.setattr(wrong, name, property(lambda self, v=value: v, lambda self, _: None), raising=False)
     monkeypatch.setitem(parametrization.PARAMETRIZATIONS, "completep", wrong)
-    axis = part.split()[0]
-    assert part in powers("completep", [64, 256] * (axis == "width"), [2, 8] * (axis == "depth"))
+    axis = next(axis for axis in SIZES if min(parts).startswith(axis))
+    assert parts <= set(powers(family, "completep", {axis: SIZES[axis]}))
 
 
 def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_path, monkeypatch) -> None:
     sizes = ["--widths", "32", "64", "--depths", "--seeds", "1", "--steps", "2", "--readout-steps", "2"]
     for bound, code in (("9", 0), ("0", 1)):
-        own = [*sizes, "--bound", bound, "--output", str(tmp_path / "c.png")]
+        records = tmp_path / f"{code}.jsonl"
+        own = [*sizes, "--bound", bound, "--output", str(tmp_path / "c.png"), "--records", str(records)]
         monkeypatch.setattr(sys, "argv", ["run.py", *own, *SMALL])
         with pytest.raises(SystemExit) as ended:
             coordinate_check.main()
         assert ended.value.code == code
         assert (tmp_path / "c.png").stat().st_size > 10_000
-        assert len(json.loads((tmp_path / "c.json").read_text())["rows"]) == 6
+        record = read_lines(records)["gpt_tiny_standard"]
+        assert len(record["config"]["rows"]) == len(record["metrics"]) == 8
 
 
 @pytest.mark.parametrize(
@@ -81,7 +90,8 @@ def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_pat
             "`optimizer.lr` must move every part by a finite distance, but with 1e+30 the logits moves by nan",
         ),
         (["--widths", "64"], "`--widths` must have at least two sizes or none, but has 64"),
-        (["--widths", "--depths"], "`--widths` or `--depths` must have sizes, but both have none"),
+        (["--widths", "--depths"], "`--widths`, `--depths` or `--head-sizes` must have sizes, but all have none"),
+        (["--head-sizes", "16", "48"], "a width must be a multiple of the head size (48), but is 64"),
         (["model.parametrization=mu"], "`model.parametrization` must be one of standard, mup, completep"),
     ],
 )
