@@ -49,26 +49,30 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
     from lmscale.checkpoint.hf_config import config_to_hf
     from lmscale.models.hugging_face import model_of
 
-    published = config_to_hf(config, "float64", {"pad_token_id": 0})
+    published = config_to_hf(config.as_standard(), "float64", {"pad_token_id": 0})
     published.num_labels, published._attn_implementation = OUTPUTS[kind], "eager"
     task = {HeadKind.CLASSIFICATION: "SequenceClassification", HeadKind.CHOICE: "MultipleChoice"}
     prefix = "MegatronBert" if config.norm_order == "pre" else "Bert"
     other = getattr(transformers, f"{prefix}For{task.get(kind, 'QuestionAnswering')}")(published).double().eval()
-    state, weights = other.state_dict(), dict(model.named_parameters())
-    for row in model_of(config).rows(config):
+    state, weights, same = other.state_dict(), dict(model.named_parameters()), model_of(config)
+    for row in same.rows(config):
         if row.ours in weights and row.theirs in state:
-            state[row.theirs].copy_(row.to_theirs(weights[row.ours].detach(), config))
+            state[row.theirs].copy_(row.to_theirs(same.fold(row.ours, weights[row.ours].detach(), config), config))
     head = "qa_outputs" if kind is HeadKind.SPAN else "classifier"
-    state[f"{head}.weight"].copy_(weights["head.weight"].detach())
+    state[f"{head}.weight"].copy_(weights["head.weight"].detach() * config.scaling.output_factor)
     state[f"{head}.bias"].copy_(weights["head.bias"].detach())
     return other
 
 
-@pytest.mark.parametrize("norm_order", ["pre", "post"])
+COMPLETEP = {"parametrization": "completep", "base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
+
+
+@pytest.mark.parametrize("norm_order, changes", [("pre", {}), ("post", {}), ("pre", COMPLETEP)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order: str) -> None:
-    config = small(norm_order)
+def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order: str, changes: dict) -> None:
+    config = small(norm_order, **changes)
     model = build(config, kind).eval()
+    assert model.head.weight.shard.eps_factor == (0.25 if changes else 1.0)
     tokens, types, mask, labels = batch(kind)
     logits = model(tokens, types, mask)
     other = theirs(kind, model, config)

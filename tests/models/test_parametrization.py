@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sharding import random_batch, random_model, small_config, total_loss
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -109,6 +110,17 @@ def test_a_model_with_its_multipliers_folded_in_is_a_standard_one(
     for a, b in zip(found, expected, strict=True) if family == "bert" else [(found, expected)]:
         finite = b.isfinite()
         torch.testing.assert_close(a[finite], b[finite], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_the_training_loss_is_that_of_the_scaled_logits(family: str) -> None:
+    config = small_config(family, parametrization="completep", **BASES["completep"])
+    model, batch = random_model(config, ALONE), random_batch(config)
+    inputs = {name: batch[name] for name in ("tokens", "token_types", "attention_mask") if name in batch}
+    logits, loss = model(**inputs), model(**inputs, labels=batch["labels"])
+    logits, loss = (logits[0], loss[0]) if family == "bert" else (logits, loss)
+    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
 
 
 def test_the_multipliers_are_those_of_the_paper() -> None:
