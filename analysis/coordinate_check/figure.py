@@ -27,17 +27,17 @@ def draw_moves(rows: list[dict], bound: float, title: str) -> Figure:
 def draw_powers(records: list[dict]) -> Figure:
     """The power of every part in every recorded check, a row per family and a panel per axis; the band passes."""
     configs = [record["config"] for record in records]
-    families = sorted({config["model"]["family"] for config in configs}, reverse=True)
+    families = sorted({config["model"]["architecture"] for config in configs}, reverse=True)
     axes = list(dict.fromkeys(row["axis"] for config in configs for row in config["rows"]))
     with house_style():
-        title = "muP moves all parts equally far at every width, CompleteP at every depth too; standard neither"
+        title = "muP moves all parts equally far at every width, CompleteP at every depth too; standard does neither"
         figure = page_figure(title, 2.6 * len(families))
         panels = figure.subplots(len(families), len(axes), sharex=True, sharey="row", squeeze=False)
         for family, line in zip(families, panels, strict=True):
             for axis, panel in zip(axes, line, strict=True):
                 bound = configs[0]["bound"]
                 panel.axvspan(-bound, bound, color="0.93", zorder=0)
-                for config in (config for config in configs if config["model"]["family"] == family):
+                for config in (config for config in configs if config["model"]["architecture"] == family):
                     rows = [row for row in config["rows"] if row["axis"] == axis]
                     name = config["model"]["parametrization"]
                     fails = sum(abs(row["power"]) > bound for row in rows)
@@ -46,8 +46,7 @@ def draw_powers(records: list[dict]) -> Figure:
                         powers, parts = [row["power"] for row in rows], [row["part"] for row in rows]
                         panel.scatter(powers, parts, color=COLORS[name], s=18, label=label)
                 panel.set_title(f"{family.upper()}, {axis}", loc="left")
-                panel.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=1)
-        for panel in panels[-1]:
-            panel.set_xlabel("power of the size")
+                panel.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14))
+        figure.supxlabel("power of the size by which the mean |x after - x before| changes", fontsize="medium")
         sns.despine(figure)
     return figure

@@ -23,6 +23,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from analysis.coordinate_check.figure import draw_powers
 from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
 from analysis.model_size.figure import draw_laws, draw_model_sizes
@@ -87,6 +88,11 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
         found["downstream"] = (
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),
+        )
+    if checks := records_below(records, "coordinate_check"):
+        found["coordinate_check"] = (
+            "Coordinate checks: the power of the size by which each part's move changes; the band passes",
+            draw_powers(checks),
         )
     references = "dotted: unigram entropy; dashed: lowest loss possible without context"
     wide = [record for record in records.values() if record["name"] == "norm_order_true_widths"]

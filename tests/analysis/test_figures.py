@@ -11,13 +11,15 @@ from PIL import Image
 from analysis.pages import make_figures
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMITTED = ROOT / "analysis" / "figures" / "norm_order_curves.png"
+SHOWN = {"norm_order_curves": "README.md", "coordinate_check": "docs/guides/learning_rate.md"}
 
 
-def test_the_readmes_figure_shows_the_committed_records() -> None:
-    _, figure = make_figures.figures(make_figures.ANALYSIS)[COMMITTED.stem]
-    assert Image.open(COMMITTED).text["Source"] == make_figures.fingerprint(figure)
-    assert f"]({COMMITTED.relative_to(ROOT)})" in (ROOT / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_figure_of_a_page_shows_the_committed_records(name: str) -> None:
+    _, figure = make_figures.figures(make_figures.ANALYSIS)[name]
+    file = ROOT / "analysis" / "figures" / f"{name}.png"
+    assert Image.open(file).text["Source"] == make_figures.fingerprint(figure)
+    assert f"analysis/figures/{file.name})" in (ROOT / SHOWN[name]).read_text(encoding="utf-8")
 
 
 def test_a_fingerprint_covers_data_and_text() -> None:
