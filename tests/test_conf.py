@@ -118,6 +118,20 @@ def test_a_model_states_every_size_of_the_transformer(model: str) -> None:
     assert stated == {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
+@pytest.mark.parametrize("model", GROUPS["model"])
+def test_every_model_takes_completep_with_the_base_of_the_guide_which_is_a_standard_model(model: str) -> None:
+    _, plain = build(compose_train(f"model={model}"))
+    sizes = {"hidden_size": 4 * plain.head_size, "num_layers": 4}
+    bases = [f"model.base_{name}={size}" for name, size in sizes.items()]
+    run, config = build(compose_train(f"model={model}", "model.parametrization=completep", *bases))
+    rules = config.scaling
+    assert (rules.width, rules.depth) == (plain.hidden_size / (4 * plain.head_size), plain.num_layers / 4)
+    assert (rules.attention_factor, run.model.norm_order) == (1.0, "pre")
+    base = dataclasses.replace(config, **sizes, num_attention_heads=4).scaling
+    assert (base.output_factor, base.residual_factor, base.residual_layers) == (1.0, 1.0, 4)
+    assert base.std_factor("hidden") == base.rate_factor("hidden") == base.eps_factor(inside=True) == 1.0
+
+
 @pytest.mark.parametrize(
     "model, layers, hidden, heads, rows, positions",
     [
