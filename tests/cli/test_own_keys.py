@@ -27,6 +27,7 @@ def folder(tmp_path) -> Path:
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text(OWN, encoding="utf-8")
     (folder / ".hydra" / "hydra.yaml").write_text(SETTINGS, encoding="utf-8")
+    (folder / "checkpoints" / "step_2.ckpt").mkdir(parents=True)
     return folder
 
 
@@ -56,6 +57,13 @@ def test_the_keys_of_the_run_precede_those_typed(folder, monkeypatch, capsys, ty
     add_own_keys()
     assert sys.argv[1:] == [*before, *words, *after]
     assert capsys.readouterr().out.startswith(f"keys of the run in {folder}: {said}")
+
+
+def test_a_branch_that_ended_before_its_first_checkpoint_does_not_begin_at_step_0(folder, monkeypatch) -> None:
+    (folder / "checkpoints" / "step_2.ckpt").rmdir()
+    monkeypatch.setattr(sys, "argv", ["train.py", "resume.path=auto", f"hydra.run.dir='{folder}'"])
+    with pytest.raises(ValueError, match="began from old and has no checkpoint of its own yet; start it in another fo"):
+        add_own_keys()
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ def add_own_keys() -> None:
     checkpoint does not allow to differ is refused when it is read.
 
     Raises:
-        ValueError: the folder's keys cannot be read or are of a finetuning; or it has no run, and the command does not
-            say what to train.
+        ValueError: the folder's keys cannot be read or are of a finetuning; it has no run, and the command does not
+            say what to train; or its run began from a checkpoint elsewhere and has none of its own.
     """
     typed = {_name(word): word for word in sys.argv[1:] if not word.startswith("-")}
     is_sweep = bool({"-m", "--multirun"} & set(sys.argv))
@@ -51,6 +51,12 @@ def add_own_keys() -> None:
         raise ValueError(
             f"`hydra.run.dir` must be the folder of a pretraining to continue with resume=auto, but {folder} is of a "
             f"finetuning, which starts again with the command {again}"
+        )
+    began = next((word.partition("=")[2] for word in words if _name(word) == "resume.path"), "none")
+    if began not in ("none", "auto") and not any(Path(str(folder), "checkpoints").glob("step_*.ckpt")):
+        raise ValueError(
+            f"`resume` must not be auto where the run in {folder} began from {began} and has no checkpoint of its own "
+            f"yet; start it in another folder with resume={began}"
         )
     kept = [word for name, word in own.items() if name not in typed]
     differing = [
