@@ -1,6 +1,6 @@
 """One run of a scaling sweep as one row: its parametrization, size, tokens, rate and seed, and the loss it reached."""
 
-import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ def describe_run(folder: Path) -> dict[str, Any]:
         kept = {name: config[name] for name in KEPT} | {"validation_set": validation_set(record)}
         loss = metrics.get("val/lm_loss", metrics["val/loss"])  # a GPT has one term
         found = {"loss": loss, "steps": metrics["steps"], "train_time": metrics["train_time"]}
+        if "val/unigram_cross_entropy" in metrics:  # of GPT
+            found["unigram"] = metrics["val/unigram_cross_entropy"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'record.json'} must be the record of a pretraining, but has no {error}") from None
     same = ("record_version", "name", "command", "seed", "started", "finished", "layout", "environment")
@@ -67,8 +69,9 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
     """One row per run, indexed by its ID.
 
     Returns:
-        family, norm_order, parametrization; num_layers, hidden_size; tokens; lr; seed; loss (nats per scored token; nan
-        if it is not finite); parameters, without_embeddings; flops (of the training, as in the paper's formula).
+        family, norm_order, parametrization; num_layers, hidden_size; tokens; lr; seed; loss (nats per scored
+        token; nan if it is not finite); unigram (the loss of a unigram model; inf where it is not recorded);
+        parameters, without_embeddings; flops of the training, by the paper's formula; train_time (s).
 
     Raises:
         ValueError: the runs differ in a setting that no scaling study varies.
@@ -91,36 +94,23 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
         model = TransformerConfig.from_dict(config["model"])
         counts = count_parameters(model)
         embeddings = counts.parts["word embedding"] + counts.parts["position embedding"]
-        steps, batch, length = run["metrics"]["steps"]["value"], config["global_batch_size"], config["data"]["seq_length"]
-        loss = run["metrics"]["loss"]["value"]
+        steps, batch, length = (
+            run["metrics"]["steps"]["value"],
+            config["global_batch_size"],
+            config["data"]["seq_length"],
+        )
+        loss, unigram = (run["metrics"].get(key, {}).get("value") for key in ("loss", "unigram"))
         rows[name] = {
             "family": family,
             **{key: config["model"][key] for key in (*ARM[1:], *SIZE)},
             "tokens": steps * batch * length,
             "lr": config["optimizer"]["lr"],
             "seed": run["seed"],
-            "loss": float("nan") if loss is None else loss,
+            "loss": math.nan if loss is None else loss,
+            "unigram": math.inf if unigram is None else unigram,
             "parameters": counts.total,
             "without_embeddings": counts.total - embeddings,
             "flops": steps * model_flops_per_step(model, length, batch),
             "train_time": run["metrics"]["train_time"]["value"],
         }
     return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def best_rates(cells: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The rate with the lowest mean loss over seeds, and whether it is at an end of its rates.
-
-    Args:
-        keys: columns that a condition is made of.
-
-    Returns:
-        indexed by `keys`: lr, `at_end` (-1: the lowest rate, 1: the highest, 0: between).
-    """
-    rows = {}
-    for condition, group in cells.groupby(keys):
-        means = group.groupby("lr")["loss"].mean()
-        place = int(means.to_numpy().argmin()) if means.notna().any() else 0
-        rows[condition] = {"lr": means.index[place], "at_end": (place == len(means) - 1) - (place == 0)}
-    index = pd.MultiIndex.from_tuples(rows, names=keys)
-    return pd.DataFrame(list(rows.values()), index=index)

@@ -3,8 +3,8 @@
     python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 12 CPU hours
     python analysis/scaling_law/run.py --list
 
-A stopped study goes on where it stopped. Where the best mean loss of a condition is at an end of its rates, the next rate
-beyond (half or double) is run with all seeds, until it is not.
+A stopped study goes on where it stopped. Where the lowest mean loss of a condition is at an end of its rates, the next
+rate beyond (half or double) is run with all seeds, until it is not.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def run_group(group: dict[str, Any], more: Sequence[str], outputs: Path, records
 
 
 def run_rates(condition: Keys, rates: Sequence[float], more: Sequence[str], outputs: Path, records: Path) -> None:
-    """Run a condition at the rates that lack a record, as one sweep on one thread; add the record of each finished run."""
+    """Run a condition at the rates that lack a record, as one sweep on one thread; add the records of finished runs."""
     known = read_lines(records)
     lacking = [rate for rate in rates if set(names_of(condition | {RATE: [rate]})) - known.keys()]
     if not lacking:
@@ -82,7 +82,7 @@ def run_rates(condition: Keys, rates: Sequence[float], more: Sequence[str], outp
 
 
 def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float | None:
-    """The rate beyond the end at which the mean loss over the seeds is lowest; None if it is lowest between the ends."""
+    """The rate beyond the end at which the mean loss over seeds is lowest; None if it is lowest between the ends."""
     known = read_lines(records)
     losses = []
     for rate in rates:
@@ -91,6 +91,21 @@ def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float |
     best = losses.index(min(losses))
     beyond = rates[0] / 2 if best == 0 else rates[-1] * 2
     return beyond if best in (0, len(rates) - 1) and LOWEST <= beyond <= HIGHEST else None
+
+
+def is_complete(group: dict[str, Any], records: Path) -> bool:
+    """Whether all cells of a group have a record, those that its ends add too."""
+    keys, known = group["keys"], read_lines(records)
+    for condition in products({key: values for key, values in keys.items() if key not in (RATE, SEED)}):
+        here, rates = {key: [value] for key, value in condition.items()} | {SEED: keys[SEED]}, sorted(keys[RATE])
+        while set(names_of(here | {RATE: rates})) <= known.keys():
+            rate = next_rate(here, rates, records) if group["extend"] else None
+            if rate is None:
+                break
+            rates = sorted([*rates, rate])
+        else:
+            return False
+    return True
 
 
 def main() -> int:
