@@ -13,11 +13,19 @@ from lmscale.planner.flops import model_flops_per_step
 from lmscale.planner.params import count_parameters
 from lmscale.results import read_record, validation_set
 
-ARM = ["family", "norm_order", "parametrization"]
+ARM = ["family", "norm_order", "qk_norm", "parametrization"]
 SIZE = ["num_layers", "hidden_size"]
 KEPT = ("name", "model", "data", "tokenizer", "optimizer", "schedule", "trainer", "precision", "global_batch_size")
 VARIED = {  # keys that may differ between the runs of one study
-    "model": ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "parametrization", "norm_order")
+    "model": (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "ffn_hidden_size",
+        "parametrization",
+        "norm_order",
+        "qk_norm",
+    )
     + ("layer_norm_eps", "gelu", "architecture", "base_hidden_size", "base_num_layers", "base_head_size"),
     "optimizer": ("lr",),
     "schedule": ("decay_steps", "warmup_steps", "min_lr"),
@@ -69,7 +77,7 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
     """One row per run, indexed by its ID.
 
     Returns:
-        family, norm_order, parametrization; num_layers, hidden_size; tokens; lr; seed; loss (nats per scored
+        family, norm_order, qk_norm, parametrization; num_layers, hidden_size; tokens; lr; seed; loss (nats per scored
         token; nan if it is not finite); unigram (the loss of a unigram model; inf where it is not recorded);
         parameters, without_embeddings; flops of the training, by the paper's formula; train_time (s).
 
@@ -102,7 +110,7 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
         loss, unigram = (run["metrics"].get(key, {}).get("value") for key in ("loss", "unigram"))
         rows[name] = {
             "family": family,
-            **{key: config["model"][key] for key in (*ARM[1:], *SIZE)},
+            **{key: getattr(model, key) for key in (*ARM[1:], *SIZE)},
             "tokens": steps * batch * length,
             "lr": config["optimizer"]["lr"],
             "seed": run["seed"],

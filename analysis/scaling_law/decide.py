@@ -104,9 +104,7 @@ def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, 
         per test: `test`, its number; `claim`; `p` and `p_holm`; `decided`, whether its cells have run; `supported`.
     """
     moved = shifts(cells)
-    moved = moved[
-        (moved.index.get_level_values("family") == "gpt") & (moved.index.get_level_values("norm_order") == "pre")
-    ]
+    moved = moved[[condition[:3] == ("gpt", "pre", False) for condition in moved.index]]
     tests = []
     for group, parametrization, size, deeper in (
         ("width", "mup", (4, 256), False),
@@ -117,7 +115,7 @@ def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, 
             of_group = moved[(moved.index.get_level_values("num_layers") > 4) == deeper]
             spread, freedom = pooled(of_group)
             standard, scaled = (
-                of_group.xs((name, *size), level=[ARM[2], *SIZE]).iloc[0] for name in ("standard", parametrization)
+                of_group.xs((name, *size), level=[ARM[-1], *SIZE]).iloc[0] for name in ("standard", parametrization)
             )
             error = spread / math.sqrt(len(scaled))
             p[0] = stats.t.cdf(standard.mean() / error, freedom)

@@ -29,8 +29,14 @@ from analysis.scaling_law.cells import describe_run
 RECORDS = Path(__file__).parent / "records" / "scaling_law.jsonl"
 RATE, SEED = "optimizer.lr", "seed"
 LOWEST, HIGHEST = 2.5e-4, 0.064  # rates beyond which none is added
-NAME = "{family}_{norm_order}_{parametrization}_{num_layers}x{hidden_size}_{max_steps}_lr_{lr}_seed_{seed}"
-DEFAULTS = {"model": "gpt_tiny", "model.norm_order": "pre", "model.num_layers": 4, "trainer.max_steps": 300}
+NAME = "{family}_{norm_order}{qk}_{parametrization}_{num_layers}x{hidden_size}_{max_steps}_lr_{lr}_seed_{seed}"
+DEFAULTS = {
+    "model": "gpt_tiny",
+    "model.norm_order": "pre",
+    "model.qk_norm": False,
+    "model.num_layers": 4,
+    "trainer.max_steps": 300,
+}
 Keys = dict[str, list[Any]]  # of train.py, each with its values
 
 
@@ -49,7 +55,7 @@ def names_of(keys: Keys) -> list[str]:
     """The IDs of cells: their run folders, as `sweep=scaling` names them."""
     cells = [DEFAULTS | cell for cell in products(keys)]
     last = [{key.rpartition(".")[2]: value for key, value in cell.items()} for cell in cells]
-    return [NAME.format(family=cell["model"].partition("_")[0], **cell) for cell in last]
+    return [NAME.format(family=cell["model"].partition("_")[0], qk="_qk" * cell["qk_norm"], **cell) for cell in last]
 
 
 def run_group(group: dict[str, Any], more: Sequence[str], outputs: Path, records: Path) -> None:

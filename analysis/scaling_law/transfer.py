@@ -40,13 +40,13 @@ def best_rates(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def references(cells: pd.DataFrame) -> dict[tuple, tuple]:
-    """The condition that each one is compared with: the smallest size of its family, placement and tokens.
+    """The condition that each one is compared with: the smallest size of its family, placement, QK-norm and tokens.
 
     It has the same parametrization, or is `standard` where that size has no runs of it: the base, where both are equal.
     """
     conditions = cells[[*CONDITION, "parameters"]].drop_duplicates().sort_values("parameters")
     found = {}
-    for _, rows in conditions.groupby(["family", "norm_order", "tokens"]):
+    for _, rows in conditions.groupby([*ARM[:-1], "tokens"]):
         smallest = rows[rows["parameters"] == rows["parameters"].min()].set_index("parametrization", drop=False)
         for row in rows.itertuples():
             arm = row.parametrization if row.parametrization in smallest.index else "standard"
@@ -55,10 +55,14 @@ def references(cells: pd.DataFrame) -> dict[tuple, tuple]:
     return found
 
 
+def _size(condition: tuple) -> tuple[int, int]:
+    return condition[len(ARM) : len(CONDITION) - 1]
+
+
 def shifts(cells: pd.DataFrame) -> pd.DataFrame:
     """Octaves from the reference's best rate to each condition's, one column per seed; the references are left out."""
     best = best_rates(cells)
-    rows = {c: best.loc[c] - best.loc[r] for c, r in references(cells).items() if c[3:5] != r[3:5]}
+    rows = {c: best.loc[c] - best.loc[r] for c, r in references(cells).items() if _size(c) != _size(r)}
     return pd.DataFrame(list(rows.values()), index=pd.MultiIndex.from_tuples(rows, names=CONDITION))
 
 
@@ -82,7 +86,7 @@ def transfer(cells: pd.DataFrame) -> pd.DataFrame:
     moved, compared = shifts(cells), references(cells)
     means = cells.groupby([*CONDITION, "lr"])["loss"].mean()
     rows = []
-    groups = [(*c[:2], c[3] != compared[c][3]) for c in moved.index]
+    groups = [(*c[: len(ARM) - 1], _size(c)[0] != _size(compared[c])[0]) for c in moved.index]
     for condition, group in zip(moved.index, groups, strict=True):
         shift = moved.loc[condition]
         spread, freedom = pooled(moved[[other == group for other in groups]])

@@ -37,7 +37,7 @@ def curve_cells(best: dict[tuple[str, int, int], float], seeds: tuple[int, ...] 
         offset = noise.normal(0, 0.05)
         for octave in range(-11, -4):
             loss = 4.0 + 0.05 * (octave - best[parametrization, layers, width] - offset) ** 2
-            condition = ("gpt", "pre", parametrization, layers, width, 614400)
+            condition = ("gpt", "pre", False, parametrization, layers, width, 614400)
             rows.append((*condition, 2.0**octave, seed, loss, math.inf, layers * width**2))
     return pd.DataFrame(rows, columns=[*transfer.CONDITION, "lr", "seed", "loss", "unigram", "parameters"])
 
@@ -101,7 +101,7 @@ def test_lack_of_fit_is_one_for_the_law_and_large_for_another() -> None:
 
 def test_shifts_are_those_of_the_curves_and_the_base_stands_for_every_parametrization() -> None:
     best = {("standard", 4, 64): -8.0, ("standard", 4, 256): -9.4, ("mup", 4, 256): -7.9, ("completep", 16, 64): -8.2}
-    table = transfer.transfer(curve_cells(best))["shift"].droplevel(["family", "norm_order", "tokens"])
+    table = transfer.transfer(curve_cells(best))["shift"].droplevel(["family", "norm_order", "qk_norm", "tokens"])
     assert table.to_dict() == {key: pytest.approx(best[key] + 8.0, abs=0.12) for key in list(best)[1:]}
 
 
