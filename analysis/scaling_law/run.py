@@ -3,15 +3,14 @@
     python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 12 CPU hours
     python analysis/scaling_law/run.py --list
 
-A stopped study goes on where it stopped. Where the lowest mean loss of a condition is at an end of its rates, the next
-rate beyond (half or double) is run with all seeds, until it is not.
+A stopped study goes on where it stopped. Where a seed's lowest loss is at an end of its condition's rates, the next rate
+beyond (half or double) is run with all seeds, until none is.
 """
 
 import argparse
 import itertools
 import math
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,15 +87,14 @@ def run_rates(condition: Keys, rates: Sequence[float], more: Sequence[str], outp
 
 
 def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float | None:
-    """The rate beyond the end at which the mean loss over seeds is lowest; None if it is lowest between the ends."""
-    known = read_lines(records)
-    losses = []
-    for rate in rates:
-        values = [known[name]["metrics"]["loss"]["value"] for name in names_of(condition | {RATE: [rate]})]
-        losses.append(math.inf if None in values else statistics.fmean(values))
-    best = losses.index(min(losses))
-    beyond = rates[0] / 2 if best == 0 else rates[-1] * 2
-    return beyond if best in (0, len(rates) - 1) and LOWEST <= beyond <= HIGHEST else None
+    """The rate beyond an end of `rates` at which the loss of some seed is lowest; None if there is none."""
+    known, ends = read_lines(records), set()
+    for seed in condition[SEED]:
+        names = names_of(condition | {SEED: [seed], RATE: list(rates)})
+        losses = [known[name]["metrics"]["loss"]["value"] for name in names]
+        ends.add(min(range(len(rates)), key=lambda i, found=losses: math.inf if found[i] is None else found[i]))
+    beyond = (rates[0] / 2 if 0 in ends else None, rates[-1] * 2 if len(rates) - 1 in ends else None)
+    return next((rate for rate in beyond if rate is not None and LOWEST <= rate <= HIGHEST), None)
 
 
 def is_complete(group: dict[str, Any], records: Path) -> bool:
