@@ -3,8 +3,8 @@
     python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 12 CPU hours
     python analysis/scaling_law/run.py --list
 
-A stopped study goes on where it stopped. Where a seed's lowest loss is at an end of its condition's rates, the next rate
-beyond (half or double) is run with all seeds, until none is.
+A stopped study goes on where it stopped. Where a seed's lowest loss is at an end of its condition's rates, the next
+rate beyond (half or double) is run with all seeds, until none is.
 """
 
 import argparse
