@@ -1,7 +1,7 @@
 """What scaling sweeps show: how the best rate moves with the size, how the loss rises beside it, and laws of the loss.
 
     python analysis/scaling_law/decide.py                     # the study: also decides its tests, writes its summary
-    python analysis/scaling_law/decide.py multirun/scaling    # your own runs, from their folders
+    python analysis/scaling_law/decide.py multirun/scaling --figure rates.png    # your own runs, from their folders
 
 Runs of one call may differ in the model's size, parametrization and placement, in tokens, rate and seed, and in nothing
 else. The summary of the study is `scaling_law.json` beside its records; `plan.md` has its tests.
@@ -22,6 +22,7 @@ from scipy import stats
 from analysis.norm_order.decide import LEVEL, holm
 from analysis.scaling_law import law
 from analysis.scaling_law.cells import ARM, SIZE, read_runs, tabulate
+from analysis.scaling_law.figure import draw_rates
 from analysis.scaling_law.run import RECORDS, is_complete, read_groups
 from analysis.scaling_law.transfer import CONDITION, pooled, shifts, transfer
 from lmscale.results import new_record, write_record
@@ -156,6 +157,7 @@ def main() -> int:
     """Print the tables; for the study also decide its tests and write its summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, help="folders of runs and files of records; none: the study")
+    parser.add_argument("--figure", type=Path, help="of the loss over the rate, for runs of one family and placement")
     options = parser.parse_args()
     try:
         runs = read_runs(options.paths or [RECORDS])
@@ -172,6 +174,9 @@ def main() -> int:
         ("L = E + A N^-alpha + B D^-beta", laws(cells, NUM_RESAMPLES)),
     ):
         print(f"\n{title}\n{table.to_string(float_format='{:.3f}'.format) if len(table) else 'too few runs'}")
+    if options.figure is not None:
+        draw_rates(cells, "Validation loss over the peak learning rate").savefig(options.figure)
+        print(f"\nfigure: {options.figure}")
     if not options.paths:
         record = summarize(runs, RECORDS)
         print("", *(f"test {t['test']}: {t['claim']}: {_outcome(t)}" for t in record["config"]["tests"]), sep="\n")

@@ -14,7 +14,7 @@ from entry_points import environment
 
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT
-from analysis.scaling_law import decide, law, run, transfer
+from analysis.scaling_law import decide, figure, law, run, transfer
 from analysis.scaling_law.cells import read_runs, tabulate
 
 TRUTH = law.Surface(1.8, 400.0, 4000.0, 0.34, 0.37)
@@ -137,6 +137,26 @@ def test_sensitivity_counts_losses_above_a_unigram_as_that() -> None:
     assert decide.sensitivity(cells.assign(unigram=4.1)).iloc[0] == pytest.approx((0.05 * 2 + 0.1 * 4) / 7, abs=0.02)
 
 
+def test_figures_have_a_panel_per_parametrization_and_a_line_per_size() -> None:
+    best = {("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0, ("mup", 4, 256): -8.1, ("completep", 16, 64): -8.0}
+    cells = curve_cells(best)
+    rates = figure.draw_rates(cells, "finding")
+    panels = [axis for axis in rates.axes if axis.get_lines()]
+    assert [axis.get_title(loc="left") for axis in panels] == [
+        *("standard, by hidden size", "mup, by hidden size", "completep, by num layers")
+    ]
+    assert [[text.get_text() for text in axis.get_legend().get_texts()] for axis in panels] == [
+        *(["64", "256"], ["64", "256"], ["4", "16"])
+    ]
+    both = pd.concat([cells, cells.assign(norm_order="post", qk_norm=True)])
+    (axis,) = figure.draw_sensitivity(both[both["parameters"] == both["parameters"].min()], "finding").axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["post with QK-norm", "pre"]
+    n, d, losses = drawn(0.003)
+    runs = pd.DataFrame({"parameters": n, "tokens": d, "loss": losses})
+    (axis,) = figure.draw_law(runs, law.fit_surface(n, d, losses), "finding").axes
+    assert len(axis.get_legend().get_texts()) == len(TOKENS)
+
+
 def test_planned_cells_have_the_folders_of_the_sweep() -> None:
     """Every cell of the study composes, and its ID is the folder that `sweep=scaling` gives it."""
     from hydra import compose, initialize_config_dir
@@ -194,8 +214,9 @@ def test_your_own_runs_are_read_from_their_folders_and_must_agree(tmp_path, monk
     assert list(cells["hidden_size"]) == [32, 64] and set(cells["tokens"]) == {24}
     assert (cells["parameters"] > cells["without_embeddings"]).all() and cells["loss"].between(5, 7).all()
     assert cells["unigram"].between(3, 7).all()
-    monkeypatch.setattr(sys, "argv", ["decide.py", str(tmp_path / "sweep")])
+    monkeypatch.setattr(sys, "argv", ["decide.py", str(tmp_path / "sweep"), "--figure", str(tmp_path / "rates.png")])
     assert decide.main() == 0 and "gpt" in capsys.readouterr().out
+    assert (tmp_path / "rates.png").stat().st_size > 10_000
     other = json.loads(json.dumps(runs))
     other["other"] = next(iter(runs.values())) | {
         "config": next(iter(runs.values()))["config"] | {"global_batch_size": 2}
