@@ -61,6 +61,9 @@ def test_models_that_transformers_does_not_have_are_refused(tmp_path) -> None:
     post, _ = save_random(tmp_path / "post", family_config(GPT, norm_order="post"))
     with pytest.raises(ValueError, match="`norm_order` of a GPT must be pre"):
         export_hugging_face(post, tmp_path / "target")
+    qk_norm, _ = save_random(tmp_path / "qk_norm", family_config(GPT, qk_norm=True))
+    with pytest.raises(ValueError, match="`qk_norm` must be false for Hugging Face"):
+        export_hugging_face(qk_norm, tmp_path / "target")
     dropout, _ = save_random(tmp_path / "dropout", family_config(BERT, embedding_dropout=0.4))
     with pytest.raises(CheckpointError, match="`embedding_dropout` of a BERT must equal hidden_dropout"):
         export_hugging_face(dropout, tmp_path / "target")

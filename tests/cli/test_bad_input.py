@@ -42,7 +42,10 @@ BAD = {
     ),
     "unknown model": (["model=gpt_9b"], "`model` must be one of bert_1.3b, bert_3.9b"),
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
-    "a sweep of finetuning": (["sweep=finetune_search"], "`sweep` must be one of model_size, norm_order, but is"),
+    "a sweep of finetuning": (
+        ["sweep=finetune_search"],
+        "`sweep` must be one of model_size, norm_order, scaling, but is",
+    ),
     "unknown key": (["trainer.max_stps=3"], "key or group of the configuration; did you mean `trainer.max_steps`?"),
     "a key of Lightning's": (["trainer.devices=2"], "; `parallel.tp_size` and `parallel.dp_size` say that here"),
     "a key of Lightning's for one": (

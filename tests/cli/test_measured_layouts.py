@@ -114,7 +114,7 @@ def test_the_answer_ends_with_the_command_to_train_with_or_is_json(record, monke
     written, words = json.loads(record.read_text()), []
     monkeypatch.setattr(next_command, "_config_dir", list)
     monkeypatch.setattr(measuring, "measure_layouts", lambda question, train: words.extend(train) or written)
-    asked = ["cluster=cpu", "measure=4", f"record={record}", "parallel.tp_size=2"]
+    asked = ["cluster=cpu", "measure=4", f"record={record}", "parallel=auto"]
     plan = runpy.run_path(str(REPOSITORY / "src" / "plan.py"))["plan"]
     plan(composed("plan", *asked) | {"overrides": [*TINY, *asked]})
     assert words == [sys.executable, str(REPOSITORY / "src" / "train.py"), *TINY]

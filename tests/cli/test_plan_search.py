@@ -238,3 +238,12 @@ def test_auto_chooses_no_tensor_ranks_for_an_odd_micro_batch_in_halves() -> None
     sizes = ["parallel.tp_size=auto", "parallel.dp_size=1", "micro_batch_size=7", "global_batch_size=7"]
     layout = planned(*options, *sizes)["layout"]
     assert (layout["tp_size"], layout["recompute"]) == (1, "full")
+
+
+@pytest.mark.parametrize("size", ["tp_size=2", "dp_size=2", "pp_size=2"])
+def test_measuring_refuses_a_size_that_it_would_not_keep(size: str) -> None:
+    name, given = size.split("=")
+    assert f"`parallel.{name}` must be " in (
+        line := refusal("model=gpt_tiny", "cluster=cpu", "measure=2", f"parallel.{size}")
+    )
+    assert line.endswith(f"but is {given}") and "with `measure`" in line

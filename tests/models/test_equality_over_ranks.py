@@ -50,8 +50,9 @@ def make_configs(choices: list[tuple]) -> list[TransformerConfig]:
             for architecture in ARCHITECTURES
         ]
         + [
-            small_config(architecture, parametrization="completep", **COMPLETEP_BASE, max_position_embeddings=12)
+            small_config(architecture, max_position_embeddings=12, **changes)
             for architecture in ARCHITECTURES
+            for changes in ({"parametrization": "completep"} | COMPLETEP_BASE, {"qk_norm": True})
         ]
     )
 

@@ -117,6 +117,24 @@ def test_attention_divides_the_scores_by_the_root_of_the_head_size(attention: st
     torch.testing.assert_close(module(x, None, None), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_qk_norm_takes_the_size_out_of_queries_and_keys_and_gives_them_its_gain() -> None:
+    x = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    for qk_norm in (False, True):
+        module = random_model(small_config("gpt", qk_norm=qk_norm, layer_norm_eps=1e-30), ONE).transformer.layers[0]
+        before = module.attention(x, None, None)
+        with torch.no_grad():
+            for rows in (
+                module.attention.qkv.weight.view(4, 3, 6, 24)[:, 0],
+                module.attention.qkv.bias.view(4, 3, 6)[:, 0],
+            ):
+                rows.mul_(7.0)
+        after = module.attention(x, None, None)
+        assert torch.allclose(before, after, rtol=1e-12, atol=1e-12) == qk_norm
+    with torch.no_grad():
+        module.attention.k_norm.weight.mul_(2.0)
+    assert not torch.allclose(after, module.attention(x, None, None))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_exact_attention_of_half_types_keeps_its_probabilities_in_fp32_for_the_backward_pass(dtype) -> None:
     """Every value has the same large offset, which cancels only in a gradient whose probabilities add up to 1.

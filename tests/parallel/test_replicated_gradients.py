@@ -51,14 +51,14 @@ class _AddsInAnotherOrder(ProcessGroupCommunicator):
 
 
 def _synced_over_data_ranks(rank: int) -> tuple[list[float], list[float]]:
-    """A partial gradient, equal on the data ranks, after tensor groups have added in different orders: with sequence
-    parallelism, and without it, where data ranks do not agree on it."""
+    """A gradient, equal on the data ranks, after tensor groups have added in different orders: a partial one, and one
+    that is not, on which data ranks do not agree here."""
     context, synced = make_context(tp_size=2, dp_size=2), []
-    for sequence_parallel in (True, False):
+    for is_partial in (True, False):
         communicator = _AddsInAnotherOrder(context)
-        cut = dataclasses.replace(context, tp_communicator=communicator, sequence_parallel=sequence_parallel)
+        cut = dataclasses.replace(context, tp_communicator=communicator)
         with torch.device("cpu"):
-            param = parameter(cut, (4,), grad_is_partial=True)
+            param = parameter(cut, (4,), grad_is_partial=is_partial)
         param.grad = torch.full_like(param, 1.5 + context.tp_rank)
         sync_replicated_gradients([param], cut)
         synced.append(param.grad.tolist())
@@ -66,5 +66,6 @@ def _synced_over_data_ranks(rank: int) -> tuple[list[float], list[float]]:
 
 
 def test_data_ranks_take_the_same_sum_of_partial_gradients() -> None:
-    same, other = [4.0] * 4, [4.0 * (1 + torch.finfo(torch.float32).eps)] * 4
-    assert run_ranks(_synced_over_data_ranks, 4) == [(same, same), (same, same), (same, other), (same, other)]
+    added, first = [4.0] * 4, [1.5] * 4  # of both tensor ranks, of the first
+    other = [1.5 * (1 + torch.finfo(torch.float32).eps)] * 4
+    assert run_ranks(_synced_over_data_ranks, 4) == [(added, first), (added, first), (added, other), (added, other)]

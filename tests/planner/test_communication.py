@@ -108,7 +108,7 @@ def test_every_switch_of_the_model_changes_formulas_and_trace_alike(
 def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> None:
     """Without dropout, recomputation stops early in pre-norm layers; of the five of Mix-LN one is post-norm."""
     for recompute in ("none", "full"):
-        settings = {"num_layers": 5, "recompute": recompute, "attention": "exact"}
+        settings = {"num_layers": 5, "recompute": recompute, "attention": "exact", "qk_norm": recompute == "full"}
         config = small_config("bert", norm_order=norm_order, **settings)
         assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3), 5, 13, "fp64")
         assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, sequence_parallel=True), 5, 12, "fp64")

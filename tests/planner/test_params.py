@@ -72,7 +72,7 @@ def test_dummy_heads_are_in_every_rank_and_not_in_the_model(name: str) -> None:
 @pytest.mark.parametrize("tp_size, norm_order", [(1, "pre"), (2, "post"), (8, "pre")])
 def test_the_parameters_are_those_of_the_real_module(name: str, tp_size: int, norm_order: str) -> None:
     """In the model's order before the heads: owners are assigned in it."""
-    config = paper_model(name, norm_order=norm_order)
+    config = paper_model(name, norm_order=norm_order, qk_norm=tp_size > 1)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)
     real = [(param.numel(), not param.shard.replicated) for param in model.parameters()]

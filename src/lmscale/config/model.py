@@ -76,6 +76,7 @@ class ModelConfig(Checked):
         layer_norm_eps: None: the published value, 1e-12 for `post` and what extends it (`deepnorm`, `b2t`), 1e-5
             elsewhere.
         gelu: `tanh` as in GPT-2 or `erf` as in BERT; None: that of the family.
+        qk_norm: a LayerNorm over each head's queries and one over its keys, shared by the heads.
         hidden_dropout: probability of dropping an element of a sublayer's output.
         attention_dropout: probability of dropping an attention probability.
         embedding_dropout: probability of dropping an element of the embedding sum; None means `hidden_dropout`.
@@ -112,6 +113,7 @@ class ModelConfig(Checked):
     norm_order: str = "pre"
     layer_norm_eps: AboveZero | None = None
     gelu: Literal["tanh", "erf"] | None = None
+    qk_norm: bool = False
     hidden_dropout: Fraction = 0.1
     attention_dropout: Fraction = 0.1
     embedding_dropout: Fraction | None = None

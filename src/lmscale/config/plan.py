@@ -72,6 +72,9 @@ class PlanConfig(EntryConfig):
         is_modelled = not (self.measure and (self.best or self.operations))
         require(self, "measure", "0 with `best` or `operations`", is_modelled)
         require(self, "parallel.pp_size", "1 with `measure`", self.parallel.num_stages == 1 or not self.measure)
+        for name, free in (("tp_size", (1, "auto")), ("dp_size", ("auto",))):
+            rule = f"{free[-1]} with `measure`, which tries every size"
+            require(self, f"parallel.{name}", rule, getattr(self.parallel, name) in free or not self.measure)
         require_positions(self)
         require(self, "operations", "false with best=true", not (self.operations and self.best))
         require_moments_fit(self.optimizer.moments, self.precision.dtype)

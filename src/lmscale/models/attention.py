@@ -10,7 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import Recompute, TransformerConfig
 from ..config.family import family_of
-from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear, counter_keep_mask, keys_from_row
+from ..parallel import (
+    ColumnParallelLinear,
+    HeadNorm,
+    ParallelContext,
+    RowParallelLinear,
+    counter_keep_mask,
+    keys_from_row,
+)
 from .key_value_cache import KeyValueCache
 
 
@@ -53,6 +60,9 @@ class SelfAttention(nn.Module):
         gains = (2 * self.head_size, 1.0), (self.head_size, config.placement.value_gain(config))  # Q and K; V
         self.qkv.weight.shard = replace(self.qkv.weight.shard, row_gains=gains)
         self.output = RowParallelLinear(hidden, hidden, context, config.placement.residual_std(config), padding)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (HeadNorm(self.head_size, config.norm_eps, context) for _ in "qk")
 
     def forward(
         self,
@@ -62,7 +72,10 @@ class SelfAttention(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         qkv = self.qkv(x).unflatten(-1, (self.num_local_heads, 3, self.head_size))  # [b, s, n/p, 3, d]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n/p, s, d]
+        q, k, v = qkv.unbind(-2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # each [b, n/p, s, d]
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
             attention_mask = cache.mask  # also causal, by position

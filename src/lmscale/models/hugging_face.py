@@ -178,7 +178,7 @@ def model_of(config: TransformerConfig) -> HuggingFaceModel:
     """The model of transformers that is equal to ours.
 
     Raises:
-        ValueError: there is none, for the family or its norm placement.
+        ValueError: there is none, for the family, its norm placement or its `qk_norm`.
     """
     path = family_of(config.family).hugging_face
     if path is None:
@@ -187,6 +187,8 @@ def model_of(config: TransformerConfig) -> HuggingFaceModel:
         )
     for model in load(path).MODELS:
         if model.settings["norm_order"] == config.norm_order:
+            if config.qk_norm:
+                raise ValueError("`qk_norm` must be false for Hugging Face, whose GPT-2 and BERT lack it, but is true")
             return model
     orders = " or ".join(model.settings["norm_order"] for model in load(path).MODELS)
     kind = config.family.upper()

@@ -15,7 +15,7 @@ from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sync_replicated_gradients
 from .init import initialize_parameters
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .replicated_layers import LayerNorm, ReplicatedLinear, embedding_lookup
+from .replicated_layers import HeadNorm, LayerNorm, ReplicatedLinear, embedding_lookup
 from .rng import (
     counter_dropout,
     counter_keep_mask,
@@ -39,6 +39,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Communicator",
     "GradientNorm",
+    "HeadNorm",
     "LayerNorm",
     "ParallelContext",
     "ProcessGroupCommunicator",

@@ -33,9 +33,8 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
         parameters: with `.shard` and, where they were used, `.grad`, which is changed in place.
 
     Communicates:
-        one all-reduce of all such gradients over the tensor group; with `context.sequence_parallel` and without
-        `context.zero1`, which gives each to one data rank, also a broadcast of them over the data group. Nothing if
-        there are none.
+        one all-reduce of all such gradients over the tensor group; if some are partial, and without `context.zero1`,
+        which gives each to one data rank, also a broadcast of them over the data group. Nothing if there are none.
 
     Source: Korthikanti et al. 2022, section 4.2.2, for the partial ones.
     """
@@ -44,7 +43,7 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
         return
     own = [p.grad if p.shard.grad_is_partial or context.tp_rank == 0 else torch.zeros_like(p.grad) for p in replicated]
     total = context.tp_communicator.all_reduce(torch.cat([grad.flatten() for grad in own]))
-    if context.sequence_parallel and context.dp_size > 1 and not context.zero1:
+    if any(p.shard.grad_is_partial for p in replicated) and context.dp_size > 1 and not context.zero1:
         broadcast_from_data_ranks([total], context)
     parts = total.split([p.numel() for p in replicated])
     torch._foreach_copy_([p.grad for p in replicated], [x.view_as(p) for x, p in zip(parts, replicated, strict=True)])

@@ -62,14 +62,37 @@ class LayerNorm(nn.Module):
         return self.kernel(x, self.weight, self.bias, self.eps)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+class HeadNorm(nn.Module):
+    """LayerNorm over a head's numbers, with a gain that all heads share and no bias; communicates nothing.
+
+    A rank has some of the heads, so the gain's gradient is partial. A bias of the keys would not change the softmax.
+
+    Shapes:
+        weight [d]; x [..., d]; returns [..., d].
+
+    Source: Dehghani et al. 2023 (arXiv:2302.05442), section 2, on queries and keys.
+    """
+
+    extra_repr = describe_parameters
+
+    def __init__(self, head_size: int, eps: float, context: ParallelContext) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = parameter(context, (head_size,), init="ones", grad_is_partial=context.tp_size > 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, None, self.eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """torch's LayerNorm over the last dimension, with gradients summed over the rows in fp32 at least.
 
     Shapes:
-        x [..., h]; weight, bias [h]; returns [..., h].
+        x [..., h]; weight [h]; bias [h] or None; returns [..., h].
     """
     if sums_in_half(x):
-        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+        bias = bias if bias is None else bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias, eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 

@@ -126,10 +126,10 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, 
 
     Those of every micro-batch; the gradients over the data group in `buffer_pieces`, 4 N bytes for half types (added
     in fp32) and N e for others, or with ZeRO stage 1 to their owners, each owner's in pieces, who send the weights
-    back; the gradients of the `replicated_parameters` over the tensor group, with sequence parallelism and without ZeRO
-    also over the data group; the gradient norm over the tensor group and the stages; the tied word embedding, whose
-    gradient the last stage sends to the first, which sends the weight back. Left out: the few numbers of loss terms and
-    counts, of the watchdog and of the replica check.
+    back; the gradients of the `replicated_parameters` over the tensor group, and where some are partial (sequence
+    parallelism, `qk_norm`) and without ZeRO also over the data group; the gradient norm over the tensor group and the
+    stages; the tied word embedding, whose gradient the last stage sends to the first, which sends the weight back. Left
+    out: the few numbers of loss terms and counts, of the watchdog and of the replica check.
 
     Args:
         dp_rank: of the rank; with ZeRO stage 1 data ranks own different parameters. None: the one that sends most.
@@ -149,7 +149,8 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, 
     if replicated:
         what = "gradients of replicated parameters"
         found.append(Collective(what, "all_reduce", "tensor", "gradients", 1, replicated))
-        if layout.cuts_sequence and layout.dp_size > 1 and not layout.cuts_optimizer:
+        are_partial = layout.cuts_sequence or job.config.qk_norm
+        if are_partial and layout.dp_size > 1 and not layout.cuts_optimizer:
             found.append(Collective(f"{what}, from data rank 0", "broadcast", "data", "gradients", 1, replicated))
     table = copied_parameters(job.config, layout, layout.pp_size - 1)
     if layout.pp_size > 1 and stage == layout.pp_size - 1:

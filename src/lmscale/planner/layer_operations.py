@@ -49,7 +49,8 @@ class LayerCounts:
         t, h, a, f, e = self.tokens, self.width, self.inner, self.mlp, self.e
         row = self.own * h
         found = [Operation("attention LayerNorm", phase, row * e, row * e)] if self._is_pre else []
-        found += [*self._gathered(self._product("QKV", phase, t, 3 * a, h), INPUTS), *self._core(phase)]
+        found += self._gathered(self._product("QKV", phase, t, 3 * a, h), INPUTS)
+        found += [*self._qk_norms(phase, 2 * t * a * e, 2 * t * a * e, 2), *self._core(phase)]
         found.append(self._product("attention projection", phase, t, h, a))
         small = 2 if self.mask else 1
         name = "attention dropout, residual, LayerNorm"
@@ -88,6 +89,7 @@ class LayerCounts:
         found.append(Operation(name, "backward", read, row * written, 3, needs=INPUT_GRADIENTS))
         found.append(Operation("attention projection, bias", "backward", row * (e + self.rounded_mask), 0, 2))
         found += [*self._row_gradients("attention projection", t, h, a), *self._core("backward")]
+        found += self._qk_norms("backward", 4 * t * a * e, 2 * t * a * e, 6)
         if not self.float8:  # which rounds the three gradients from where the core left them
             found.append(Operation("QKV gradient, packing", "backward", inner_gradient, inner_gradient))
         found.append(Operation("QKV, bias", "backward", inner_gradient, 0, 2))
@@ -125,6 +127,9 @@ class LayerCounts:
         """LayerNorms beyond two per layer."""
         number = self.placement.num_layer_norms - 2
         return [Operation("further LayerNorms", phase, read, written, launches)] * number
+
+    def _qk_norms(self, phase: str, read: int, written: int, launches: int) -> list[Operation]:
+        return [Operation("QK LayerNorms", phase, read, written, launches)] * self.config.qk_norm
 
     def _product(self, name: str, phase: str, m: int, n: int, k: int) -> Operation:
         return product(name, phase, m, n, k, self.e, self.float8)

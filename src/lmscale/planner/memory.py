@@ -180,6 +180,8 @@ def _layer_bytes(job: Workload, layout: Layout) -> int:
     num_bytes = (2 + num_norms) * own * e + 4 * width * job.tokens * e // layout.tp_size + _mlp_bytes(job, layout)
     if e < FP32_BYTES and not job.on_gpu:
         num_bytes += num_norms * own * (FP32_BYTES - e)
+    if config.qk_norm:  # of Q and K as the projection gave them
+        num_bytes += 2 * width * job.tokens * (e if job.on_gpu else job.wide_bytes) // layout.tp_size
     if config.hidden_dropout > 0:
         num_bytes += 2 * own  # masks, one byte per element
     return num_bytes + (0 if config.recompute is Recompute.SELECTIVE else _core_bytes(job, layout))

@@ -77,6 +77,7 @@ def rank_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -
     family, placement = config.traits, config.placement
     norm = 2 * [Parameter("layer norms", h)]
     attention = [Parameter("attention", size, True) for size in (3 * a * h, 3 * a, h * a)]
+    qk_norm = 2 * [Parameter("layer norms", config.head_size)] if config.qk_norm else []
     mlp = [Parameter("mlp", size, True) for size in (f * h, f, f * h)]
     found = []
     if stage == 0:
@@ -86,7 +87,7 @@ def rank_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -
         found += [Parameter("word embedding", v * h, True), *placement.after_embedding * norm]
     for of_layer in stage_placements(config, layout, stage):
         norms = len(of_layer.before + of_layer.after) * norm
-        found += [*norms, *attention, Parameter("attention", h), *norms, *mlp, Parameter("mlp", h)]
+        found += [*norms, *attention, Parameter("attention", h), *qk_norm, *norms, *mlp, Parameter("mlp", h)]
     if stage == layout.pp_size - 1:
         found += [*placement.after_stack * norm, *(Parameter(*each) for each in family.head.parameters(h, v))]
     return tuple(found)

@@ -1,0 +1,195 @@
+"""What scaling sweeps show: how the best rate moves with the size, how the loss rises beside it, and laws of the loss.
+
+    python analysis/scaling_law/decide.py                     # the study: also decides its tests, writes its summary
+    python analysis/scaling_law/decide.py multirun/scaling --figure rates.png    # your own runs, from their folders
+
+Runs of one call may differ in the model's size, parametrization and placement, in tokens, rate and seed, and in nothing
+else. The summary of the study is `scaling_law.json` beside its records; `plan.md` has its tests.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from analysis.norm_order.decide import LEVEL, holm
+from analysis.scaling_law import law
+from analysis.scaling_law.cells import ARM, SIZE, read_runs, tabulate
+from analysis.scaling_law.figure import draw_rates
+from analysis.scaling_law.run import RECORDS, is_complete, read_groups
+from analysis.scaling_law.transfer import CONDITION, pooled, shifts, transfer
+from lmscale.results import new_record, write_record
+
+NUM_RESAMPLES = 1000
+WITHIN = 1.0  # octaves: a best rate that moves less stays
+SHIFT_UNITS = dict.fromkeys(("shift", "low", "high"), "octaves") | {"penalty": "nats"}
+
+
+def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
+    """The laws of every arm with enough sizes and numbers of tokens, by three ways of counting the size.
+
+    Each size and number of tokens counts at its best rate, and not at all if several rates have run and the best is
+    at an end of them.
+
+    Returns:
+        one row per arm and count: alpha, beta, exponent (of the best N in compute, approach 3), each with low and high;
+        envelope (the same by approach 1, nan if no budget has a best N between its ends); irreducible; lack_of_fit and
+        its p; sizes, runs.
+    """
+    rows = {}
+    for arm, group in cells.groupby(ARM):
+        runs = pd.concat([at_best_rate(some) for _, some in group.groupby([*SIZE, "tokens"])])
+        counts = {
+            "parameters": runs["parameters"],
+            "without embeddings": runs["without_embeddings"],
+            "FLOPs / 6 tokens": runs["flops"] / (6 * runs["tokens"]),
+        }
+        for count, size in counts.items():
+            data = size, runs["tokens"], runs["loss"]
+            try:
+                found = law.fit_surface(*data)
+            except ValueError:
+                continue
+
+            def again(n: Any, d: Any, y: Any, found: law.Surface = found) -> tuple[float, ...]:
+                surface = law.fit_surface(n, d, y, found)
+                return surface.alpha, surface.beta, surface.compute_exponent
+
+            names, values = ("alpha", "beta", "exponent"), (found.alpha, found.beta, found.compute_exponent)
+            ratio, p = law.lack_of_fit(found, *data)
+            row = dict(zip(names, values, strict=True))
+            for name, (low, high) in zip(names, law.interval(again, *data, num_resamples), strict=True):
+                row |= {f"{name}_low": low, f"{name}_high": high}
+            row |= {"envelope": law.fit_envelope(*data), "irreducible": found.irreducible}
+            rows[*arm, count] = row | {"lack_of_fit": ratio, "p": p, "sizes": size.nunique(), "runs": len(runs)}
+    index = pd.MultiIndex.from_tuples(rows, names=[*ARM, "count"]) if rows else None
+    return pd.DataFrame(list(rows.values()), index=index)
+
+
+def at_best_rate(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs at the rate of the lowest mean loss; none if several rates have run and that one is at an end."""
+    means = runs.groupby("lr")["loss"].mean()
+    best = means.idxmin()
+    at_end = len(means) > 1 and best in (means.index[0], means.index[-1])
+    return runs[(runs["lr"] == best) & runs["loss"].notna() & (not at_end)]
+
+
+def sensitivity(cells: pd.DataFrame) -> pd.Series:
+    """Per condition with rates from 1/8 to 8 times its best: the mean over these of the loss above the lowest mean.
+
+    A loss above that of a unigram model counts as that. Unit: nats.
+    """
+    found = {}
+    for condition, runs in cells.groupby(CONDITION):
+        means = runs["loss"].fillna(math.inf).clip(upper=runs["unigram"]).groupby(runs["lr"]).mean()
+        octaves = np.log2(means.index / means.idxmin()).to_numpy()
+        if octaves.min() <= -2.9 and octaves.max() >= 2.9:
+            found[condition] = float((means - means.min())[np.abs(octaves) <= 3.1].mean())
+    return pd.Series(found, name="sensitivity", dtype=float)
+
+
+def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, Any]]:
+    """The six tests of `plan.md` on the cells of GPT with pre-norm.
+
+    Args:
+        is_complete: whether all cells of a group have run; until then its tests count with p = 1.
+
+    Returns:
+        per test: `test`, its number; `claim`; `p` and `p_holm`; `decided`, whether its cells have run; `supported`.
+    """
+    moved = shifts(cells)
+    moved = moved[[condition[:3] == ("gpt", "pre", False) for condition in moved.index]]
+    tests = []
+    for group, parametrization, size, deeper in (
+        ("width", "mup", (4, 256), False),
+        ("depth", "completep", (16, 64), True),
+    ):
+        p = [1.0] * 3
+        if is_complete[group]:
+            of_group = moved[(moved.index.get_level_values("num_layers") > 4) == deeper]
+            spread, freedom = pooled(of_group)
+            standard, scaled = (
+                of_group.xs((name, *size), level=[ARM[-1], *SIZE]).iloc[0] for name in ("standard", parametrization)
+            )
+            error = spread / math.sqrt(len(scaled))
+            p[0] = stats.t.cdf(standard.mean() / error, freedom)
+            p[1] = max(stats.t.cdf((abs(scaled.mean()) - WITHIN) / error, freedom), 0.0)
+            p[2] = stats.ttest_1samp(standard.abs() - scaled.abs(), 0.0, alternative="greater").pvalue
+        what = f"from width 64 to {size[1]}" if group == "width" else f"from 4 to {size[0]} layers"
+        claims = (
+            f"under standard the best rate falls {what}",
+            f"under {parametrization} it stays within one octave {what}",
+            f"under {parametrization} it moves less than under standard {what}",
+        )
+        tests += [
+            {"claim": claim, "p": 1.0 if math.isnan(q) else float(q), "decided": is_complete[group]}
+            for claim, q in zip(claims, p, strict=True)
+        ]
+    for number, (test, p_holm) in enumerate(zip(tests, holm([test["p"] for test in tests]), strict=True), 1):
+        test |= {"test": number, "p_holm": p_holm, "supported": test["decided"] and p_holm < LEVEL}
+    return tests
+
+
+def summarize(runs: dict[str, dict[str, Any]], records: Path) -> dict[str, Any]:
+    """The record of the study: every condition, the tests, and the laws."""
+    cells = tabulate(runs)
+    complete = {group["name"]: is_complete(group, records) for group in read_groups()}
+    metrics = {}
+    tables = (transfer(cells), sensitivity(cells).to_frame(), laws(cells, NUM_RESAMPLES))
+    for table, units in zip(tables, (SHIFT_UNITS, {"sensitivity": "nats"}, {}), strict=True):
+        for index, row in table.iterrows():
+            name = "_".join(map(str, index))
+            metrics |= {f"{name}/{key}": {"value": value, "unit": units.get(key, "1")} for key, value in row.items()}
+    metrics["train_time"] = {"value": float(cells["train_time"].sum()), "unit": "s"}
+    config = {"tests": decide(cells, complete), "complete": complete, "runs": len(cells)}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("scaling_law", "scaled_down", config, 1, metrics, device="cpu", layout=layout)
+
+
+def main() -> int:
+    """Print the tables; for the study also decide its tests and write its summary."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("paths", nargs="*", type=Path, help="folders of runs and files of records; none: the study")
+    parser.add_argument("--figure", type=Path, help="of the loss over the rate, for runs of one family and placement")
+    options = parser.parse_args()
+    try:
+        runs = read_runs(options.paths or [RECORDS])
+        cells = tabulate(runs)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for title, table in (
+        (
+            "Best rate, in octaves from that of the smallest size, and the loss by which keeping that one is worse",
+            transfer(cells),
+        ),
+        ("Mean loss above the best, over rates from 1/8 to 8 times the best", sensitivity(cells).to_frame()),
+        ("L = E + A N^-alpha + B D^-beta", laws(cells, NUM_RESAMPLES)),
+    ):
+        print(f"\n{title}\n{table.to_string(float_format='{:.3f}'.format) if len(table) else 'too few runs'}")
+    if options.figure is not None:
+        draw_rates(cells, "Validation loss over the peak learning rate").savefig(options.figure)
+        print(f"\nfigure: {options.figure}")
+    if not options.paths:
+        record = summarize(runs, RECORDS)
+        print("", *(f"test {t['test']}: {t['claim']}: {_outcome(t)}" for t in record["config"]["tests"]), sep="\n")
+        write_record(record, RECORDS.with_suffix(".json"))
+        print(f"record: {RECORDS.with_suffix('.json')}")
+    return 0
+
+
+def _outcome(test: dict[str, Any]) -> str:
+    if not test["decided"]:
+        return "not yet: cells are missing"
+    return f"{'supported' if test['supported'] else 'not supported'} (p {test['p_holm']:.2g} after Holm)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Run the cells of the study that have no record, each condition as one `sweep=scaling`.
+
+    python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 12 CPU hours
+    python analysis/scaling_law/run.py --list
+
+A stopped study goes on where it stopped. Where a seed's lowest loss is at an end of its condition's rates, the next
+rate beyond (half or double) is run with all seeds, until none is.
+"""
+
+import argparse
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+from omegaconf import OmegaConf
+
+from analysis.report.records import add_line, read_lines
+from analysis.running import ROOT, run_python
+from analysis.scaling_law.cells import describe_run
+
+RECORDS = Path(__file__).parent / "records" / "scaling_law.jsonl"
+RATE, SEED = "optimizer.lr", "seed"
+LOWEST, HIGHEST = 2.5e-4, 0.064  # rates beyond which none is added
+NAME = "{family}_{norm_order}{qk}_{parametrization}_{num_layers}x{hidden_size}_{max_steps}_lr_{lr}_seed_{seed}"
+DEFAULTS = {
+    "model": "gpt_tiny",
+    "model.norm_order": "pre",
+    "model.qk_norm": False,
+    "model.num_layers": 4,
+    "trainer.max_steps": 300,
+}
+Keys = dict[str, list[Any]]  # of train.py, each with its values
+
+
+def read_groups() -> list[dict[str, Any]]:
+    """The groups of `cells.yaml`: `name`, `keys` with the seeds, and `extend`, whether rates are added."""
+    plan = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / "cells.yaml"))
+    return [{"extend": True} | group | {"keys": group["keys"] | {SEED: plan["seeds"]}} for group in plan["groups"]]
+
+
+def products(keys: Keys) -> list[dict[str, Any]]:
+    """All combinations of the values."""
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
+
+
+def names_of(keys: Keys) -> list[str]:
+    """The IDs of cells: their run folders, as `sweep=scaling` names them."""
+    cells = [DEFAULTS | cell for cell in products(keys)]
+    last = [{key.rpartition(".")[2]: value for key, value in cell.items()} for cell in cells]
+    return [NAME.format(family=cell["model"].partition("_")[0], qk="_qk" * cell["qk_norm"], **cell) for cell in last]
+
+
+def run_group(group: dict[str, Any], more: Sequence[str], outputs: Path, records: Path) -> None:
+    """Run the cells of a group that have no record, one sweep per condition, and those that its ends add."""
+    keys = group["keys"]
+    for condition in products({key: values for key, values in keys.items() if key not in (RATE, SEED)}):
+        here = {key: [value] for key, value in condition.items()} | {SEED: keys[SEED]}
+        rates = sorted(keys[RATE])
+        run_rates(here, rates, more, outputs, records)
+        while group["extend"] and (rate := next_rate(here, rates, records)) is not None:
+            rates = sorted([*rates, rate])
+            run_rates(here, [rate], more, outputs, records)
+
+
+def run_rates(condition: Keys, rates: Sequence[float], more: Sequence[str], outputs: Path, records: Path) -> None:
+    """Run a condition at the rates that lack a record, as one sweep on one thread; add the records of finished runs."""
+    known = read_lines(records)
+    lacking = [rate for rate in rates if set(names_of(condition | {RATE: [rate]})) - known.keys()]
+    if not lacking:
+        return
+    keys = condition | {RATE: lacking}
+    words = [f"{key}={','.join(map(str, values))}" for key, values in keys.items()]
+    sweep = ("sweep=scaling", *words, *more, f"hydra.sweep.dir={outputs}")
+    try:
+        run_python("src/train.py", *sweep, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    finally:
+        for name in names_of(keys):
+            if name not in known and (outputs / name / "record.json").is_file():
+                add_line(records, name, describe_run(outputs / name))
+
+
+def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float | None:
+    """The rate beyond an end of `rates` at which the loss of some seed is lowest; None if there is none."""
+    known, ends = read_lines(records), set()
+    for seed in condition[SEED]:
+        names = names_of(condition | {SEED: [seed], RATE: list(rates)})
+        losses = [known[name]["metrics"]["loss"]["value"] for name in names]
+        ends.add(min(range(len(rates)), key=lambda i, found=losses: math.inf if found[i] is None else found[i]))
+    beyond = (rates[0] / 2 if 0 in ends else None, rates[-1] * 2 if len(rates) - 1 in ends else None)
+    return next((rate for rate in beyond if rate is not None and LOWEST <= rate <= HIGHEST), None)
+
+
+def is_complete(group: dict[str, Any], records: Path) -> bool:
+    """Whether all cells of a group have a record, those that its ends add too."""
+    keys, known = group["keys"], read_lines(records)
+    for condition in products({key: values for key, values in keys.items() if key not in (RATE, SEED)}):
+        here, rates = {key: [value] for key, value in condition.items()} | {SEED: keys[SEED]}, sorted(keys[RATE])
+        while set(names_of(here | {RATE: rates})) <= known.keys():
+            rate = next_rate(here, rates, records) if group["extend"] else None
+            if rate is None:
+                break
+            rates = sorted([*rates, rate])
+        else:
+            return False
+    return True
+
+
+def main() -> int:
+    """List the cells, or run the missing ones."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
+    parser.add_argument("--groups", nargs="+", metavar="NAME", help="only these groups")
+    parser.add_argument("--list", action="store_true", help="print the planned cells and run nothing")
+    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "scaling", help="run folders")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="file of the cells' records")
+    options = parser.parse_args()
+    if options.overrides and options.records == RECORDS:
+        parser.error("--records must be another file if keys are given: the cells then differ from the study's")
+    groups = read_groups()
+    if unknown := set(options.groups or ()) - {group["name"] for group in groups}:
+        parser.error(f"--groups must be of cells.yaml, but {min(unknown)} is not")
+    try:
+        for group in (g for g in groups if not options.groups or g["name"] in options.groups):
+            if options.list:
+                known = read_lines(options.records)
+                for name in names_of(group["keys"]):
+                    print(f"{group['name']:<12}{name:<60}{'done' if name in known else 'not run'}")
+            else:
+                run_group(group, options.overrides, options.outputs.resolve(), options.records)
+    except (ValueError, subprocess.CalledProcessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not options.list:
+        print(f"records: {options.records}; python analysis/scaling_law/decide.py {options.records} evaluates them")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
