@@ -54,7 +54,8 @@ def describe_run(folder: Path) -> dict[str, Any]:
 
 
 def read_runs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """The runs in files of records (.jsonl) and at or below run folders, by ID: the folder's name.
+    """The runs in files of records (.jsonl) and at or below run folders, by ID; a folder's is its path from there.
+
 
     Raises:
         ValueError: a path has none, or an ID occurs twice.
@@ -64,11 +65,12 @@ def read_runs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
         if path.suffix == ".jsonl":
             here = read_lines(path)
         else:
-            here = {f.parent.name: describe_run(f.parent) for f in sorted(path.rglob("record.json"))}
+            folders = [file.parent for file in sorted(path.resolve().rglob("record.json"))]
+            here = {each.relative_to(path.resolve().parent).as_posix(): describe_run(each) for each in folders}
         if not here:
             raise ValueError(f"a path must be a file of records or hold finished runs, but {path} has none")
         if again := found.keys() & here.keys():
-            raise ValueError(f"the folders of runs must have different names, but {min(again)} occurs twice")
+            raise ValueError(f"the runs must be different, but {min(again)} occurs twice")
         found |= here
     return found
 
