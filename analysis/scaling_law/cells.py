@@ -56,7 +56,6 @@ def describe_run(folder: Path) -> dict[str, Any]:
 def read_runs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """The runs in files of records (.jsonl) and at or below run folders, by ID; a folder's is its path from there.
 
-
     Raises:
         ValueError: a path has none, or an ID occurs twice.
     """
