@@ -19,6 +19,7 @@ from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .resolve import ResolvedRun, build_data
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
+from .runtime.device_memory import check_free_memory
 from .runtime.exit_codes import DONE
 from .runtime.session import RankSession, new_trainer, run_on_this_rank
 
@@ -36,6 +37,8 @@ def pretrain(job: ResolvedRun) -> int:
 def train(job: ResolvedRun, session: RankSession) -> int:
     """Train in a locked run folder, with the process group started; returns the exit code."""
     agreed = agree(job, session)
+    if job.on_gpu:
+        check_free_memory(agreed.needed_bytes(job), session.strategy)
     with preferred_backend(agreed.model.attention):
         return train_as_agreed(job, agreed, session)
 
