@@ -51,6 +51,8 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> 
     )
     assert warn_of_costly_validation(job, 76_800) == describe_bounded_validation(job) == ""
     assert warn_of_costly_validation(job, 76_801).startswith("WARNING: ")
+    job.run = tiny_run("gpt", tmp_path, **every | {"trainer__validate_every_steps": 0})
+    assert warn_of_costly_validation(job, 10**9) == ""  # only at the start and the end
     job.run = tiny_run("gpt", tmp_path, **every, trainer__num_validation_samples="auto")
     assert describe_bounded_validation(job) == (
         "validation by trainer.num_validation_samples=auto, not of all sequences: 76,800 sequences take 5.0% of the "

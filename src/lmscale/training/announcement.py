@@ -142,9 +142,13 @@ def warn_of_slow_type(dtype: str, on_gpu: bool) -> str:
 
 
 def warn_of_costly_validation(job: ResolvedRun, num_samples: int) -> str:
-    """Return a line if a validation takes more than `max_validation_share` on a CPU; a GPU's run was refused."""
-    costly = describe_excess(job.run.trainer, num_samples, job.run.global_batch_size)
-    return f"WARNING: {costly}\n" if costly else ""
+    """Return a line if validations during training on a CPU take more than `max_validation_share`; otherwise empty.
+
+    A run on a GPU was refused.
+    """
+    trainer = job.run.trainer
+    costly = describe_excess(trainer, num_samples, job.run.global_batch_size)
+    return f"WARNING: {costly}\n" if costly and trainer.validate_every_steps else ""
 
 
 def describe_bounded_validation(job: ResolvedRun) -> str:
