@@ -43,6 +43,7 @@ def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[
 
 def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> None:
     every = {"trainer__validate_every_steps": 1000, "trainer__max_steps": 5000, "global_batch_size": 512}
+    every["trainer__max_validation_share"] = 0.05
     job = SimpleNamespace(run=tiny_run("gpt", tmp_path, **every), num_validation_samples=76_800)
     line = warn_of_costly_validation(job, 68_507 * 512 // 29)  # the paper's corpus, Table 2
     assert line == (
