@@ -82,7 +82,7 @@ mutants: $(COSMIC_RAY)
 	  $(BIN)/cosmic-ray baseline $(MUTANTS)/config.toml && $(BIN)/cosmic-ray exec $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite
 	$(BIN)/cr-report --surviving-only --show-diff $(MUTANTS)/session.sqlite
 
-# Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, planned for five minutes; one report.
+# Training on this machine's GPUs (2 to 8): layouts, kill and resume, bandwidth, in about ten minutes; one report.
 check-gpus:
 	@gpus=$$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU); [ $$gpus -ge 2 ] || \
 	  { echo "error: the GPUs that nvidia-smi lists must be at least 2, but are $$gpus" >&2; exit 2; }

@@ -21,7 +21,7 @@ from lmscale.planner.plan_table import (
     ranking_to_dict,
     slowest_first,
 )
-from lmscale.planner.question import plan_layout, rank
+from lmscale.planner.question import describe_validation, plan_layout, rank
 from lmscale.training.runtime.cpu_settings import describe_slow_type
 
 
@@ -31,7 +31,7 @@ def plan(values: dict) -> None:
     if question.measure:
         measure(question, of_training(values["overrides"]))
         return
-    answers, text = {"name": question.name}, []
+    answers, text = {"name": question.name, "validation": describe_validation(question)}, []
     if not question.best:
         found = plan_layout(question)
         if not question.cluster.is_gpu and (slow := describe_slow_type(found[0].job.dtype)):
@@ -47,6 +47,7 @@ def plan(values: dict) -> None:
         answer = ranking_to_dict(ranking, question.top, notes)
         answers |= answer if question.best else {"ranking": answer}
         text.append(format_ranking(question.name, ranking, question.top, notes if question.best else []))
+    text.append(f"validation: {answers['validation']}")
     print(json.dumps(answers, indent=1) if question.json else "\n\n".join(text))
 
 

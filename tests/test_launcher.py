@@ -1,11 +1,14 @@
 """Who started this process: every variable of torchrun, Slurm, MPI and Lightning set, empty, wrong and left over."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from lmscale.launcher import World, is_first_rank, was_requeued, world_from_outside
+from lmscale import launcher
+from lmscale.launcher import COMPILE_WORKERS, World, is_first_rank, was_requeued, world_from_outside
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TORCHRUN = {
@@ -178,3 +181,44 @@ def test_the_first_rank_has_number_0(monkeypatch, variables, name, rank) -> None
 def test_a_requeued_job(monkeypatch, count, expected) -> None:
     monkeypatch.setattr(os, "environ", {} if count is None else {"SLURM_RESTART_COUNT": count})
     assert was_requeued() is expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [
+        ({}, None),  # alone, as torch decides
+        (TORCHRUN, 6),
+        (SRUN | {"SLURM_CPUS_PER_TASK": "5"}, 5),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "6"}, 2),
+        (TORCHRUN | {"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "64"}, 1),
+        (TORCHRUN | {COMPILE_WORKERS: "9"}, 9),
+    ],
+    ids=["alone", "shared", "of srun", "six ranks", "more ranks than cores", "the user's"],
+)
+def test_the_ranks_of_a_host_share_its_cores_among_their_compile_workers(monkeypatch, variables, workers) -> None:
+    monkeypatch.setattr(os, "environ", dict(variables))
+    monkeypatch.setattr(launcher, "usable_cores", lambda: 12)
+    launcher.join_ranks()
+    assert os.environ.get(COMPILE_WORKERS) == (None if workers is None else str(workers))
+
+
+def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts(tmp_path) -> None:
+    (tmp_path / "worker.py").write_text(
+        "import torch._inductor.config as inductor\n"
+        "def number(job): print('workers', inductor.compile_threads, flush=True); return 0\n"
+    )
+    code = (
+        "import os\n"
+        "from lmscale import launcher\n"
+        "from lmscale.training.runtime.launch import launch\n"
+        "from worker import number\n"
+        "launcher.usable_cores = lambda: 6\n"
+        "if __name__ == '__main__':\n"
+        "    launch(number, None, 2)\n"
+        "    print('left', launcher.COMPILE_WORKERS in os.environ)\n"
+    )
+    (tmp_path / "start.py").write_text(code)
+    kept = {name: value for name, value in os.environ.items() if name != COMPILE_WORKERS}
+    command, kept["PYTHONPATH"] = [sys.executable, str(tmp_path / "start.py")], f"{REPOSITORY / 'src'}:{tmp_path}"
+    done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=120)
+    assert sorted(done.stdout.splitlines()) == ["left False", "workers 3", "workers 3"], done.stderr

@@ -1,7 +1,9 @@
 """What the rows of `analysis/benchmarks/h200.sh` will show, by the planner, written before any of them ran.
 
-    python analysis/benchmarks/forecast.py             # the rows, what binds in them, and what changes would give
-    python analysis/benchmarks/forecast.py compare     # beside the records that are there
+    python analysis/benchmarks/forecast.py                # the rows, what binds in them, and what changes would give
+    python analysis/benchmarks/forecast.py --card h100    # the rows that fit another card
+    python analysis/benchmarks/forecast.py compare        # beside the records that are there
+    python analysis/benchmarks/forecast.py fits COMMAND   # why the models of a command do not fit the card
 
 Sizes are those of the script's own commands (DRY_RUN=1). Nothing here was run on a GPU; the constants are those of
 analysis/scaling/records/roofline.json.
@@ -21,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import yaml
 
-from lmscale.config import Layout, TransformerConfig
+from lmscale.config import Layout, Recompute, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
 from lmscale.planner.memory import GIB
@@ -31,7 +33,7 @@ from lmscale.results import new_record, record_argument, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "benchmarks" / "records"
-RECORD = RECORDS / "h200_forecast.json"
+CARDS = {"h200": "h200", "h100": "h100", "a100": "dgx_a100", "v100": "dgx2h_v100"}  # and their files in conf/cluster
 PEAK = 790e12  # large bf16 products on one H200
 GRAPH_LAUNCH_US = 1.5  # between the kernels of a replayed graph, assumed
 CUDNN_TFLOPS = {"attention_forward_tflops": 595.0, "attention_backward_tflops": 516.0}  # Shah et al. 2024
@@ -59,15 +61,28 @@ class Row:
     @property
     def name(self) -> str:
         """How the names of its forecast metrics begin: the record, then the names in the record."""
-        return f"{self.record.removeprefix('h200_')}/{self.prefix}"
+        return f"{self.record.partition('_')[2]}/{self.prefix}"
 
 
-def h200(graphs: bool = False, **rates: float) -> Cluster:
-    """The H200, with CUDA graphs or other rates."""
-    found = load_cluster(ROOT / "conf" / "cluster" / "h200.yaml")
+def record_of(card: str) -> Path:
+    """The forecast of a card."""
+    return RECORDS / f"{card}_forecast.json"
+
+
+RECORD = record_of("h200")
+
+
+def cluster_of(card: str, graphs: bool = False, **rates: float) -> Cluster:
+    """The cluster of a card, with CUDA graphs or other rates."""
+    found = load_cluster(ROOT / "conf" / "cluster" / f"{CARDS[card]}.yaml")
     if graphs:
         rates["launch_us"] = GRAPH_LAUNCH_US
     return dataclasses.replace(found, roofline=dataclasses.replace(found.roofline, **rates))
+
+
+def h200(**rates: float) -> Cluster:
+    """The H200, with other rates."""
+    return cluster_of("h200", **rates)
 
 
 def model(name: str) -> TransformerConfig:
@@ -87,37 +102,58 @@ def plan_of(
     num_micro_batches: int = 1,
     layout: Layout = ONE_DEVICE,
     half_moments: bool = False,
+    recompute: str = "none",
 ) -> Plan:
     """The plan of one step on the devices of a layout."""
-    config = model(name)
-    batch, s = micro_batch_size * num_micro_batches, config.max_position_embeddings
+    config = dataclasses.replace(model(name), recompute=Recompute(recompute))
+    batch, s = micro_batch_size * num_micro_batches * layout.dp_size, config.max_position_embeddings
     return Plan(Workload(config, micro_batch_size, batch, s, dtype, half_moments=half_moments), layout, cluster)
 
 
-def rows() -> list[Row]:
-    """Every timed step of the script."""
-    environment = os.environ | {"DRY_RUN": "1", "NANOGPT": "model.py"}
-    script = ["bash", str(ROOT / "analysis" / "benchmarks" / "h200.sh"), "a", "b"]
+def rows(card: str = "h200") -> list[Row]:
+    """Every timed step of the script that fits the card."""
+    environment = os.environ | {"DRY_RUN": "1", "NANOGPT": "model.py", "CARD": card}
+    script = ["bash", str(ROOT / "analysis" / "benchmarks" / "h200.sh"), "a", "b", "d", "e"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
-    found = []
-    for line in done.stdout.splitlines():
-        words = shlex.split(line)
-        keys = dict(word.split("=", 1) for word in words if "=" in word)
-        if any(word.endswith("bench.py") for word in words):
-            contenders = {"ours": keys["precision"]} | ({"ours_bf16": "bf16"} if "ours_bf16" in keys["peers"] else {})
-            for contender, dtype in contenders.items():
-                cluster = h200(keys.get("cuda_graphs") == "true")
-                plan = plan_of(keys["model"], int(keys["micro_batch_size"]), dtype, cluster)
-                found.append(Row(Path(keys["record"]).stem, f"{contender}/", plan))
-        elif any(word.endswith("gpu_trace.py") for word in words):
-            plan = plan_of(keys["model"], int(keys["micro_batch_size"]), keys["precision"], h200())
-            found.append(Row(Path(keys["record"]).stem, "", plan))
-        elif any(word.endswith("train.py") for word in words):
-            b, batch = int(keys["micro_batch_size"]), int(keys["global_batch_size"])
-            dtype, halves = keys.get("precision", "bf16"), keys.get("optimizer.moments") == "bf16"
-            plan = plan_of(keys["model"], b, dtype, h200(), batch // b, half_moments=halves)
-            found.append(Row(keys["name"], "train/", plan))
-    return found
+    commands = [shlex.split(line) for line in done.stdout.splitlines()]
+    return [row for words in commands if left_out(words, card) is None for row in rows_of(words, card)]
+
+
+def rows_of(words: list[str], card: str) -> list[Row]:
+    """The timed steps of a command: of each contender of ours, or of a training; none of a command that has no plan."""
+    keys = dict(word.split("=", 1) for word in words if "=" in word)
+    script = next((word for word in words if word.endswith(("bench.py", "gpu_trace.py", "train.py"))), None)
+    if script is None or "micro_batch_size" not in keys or keys["model"].endswith("_tiny"):
+        return []  # sizes of an experiment, or of a model of which nothing is timed
+    b, dtype = int(keys["micro_batch_size"]), keys.get("precision", "bf16")
+    cluster = cluster_of(card, keys.get("cuda_graphs") == "true")
+    options = {"half_moments": keys.get("optimizer.moments") == "bf16"}
+    if script.endswith("train.py"):
+        names = {field.name: f"parallel.{field.name}" for field in dataclasses.fields(Layout)}
+        layout = Layout(**{name: json.loads(keys[key]) for name, key in names.items() if key in keys})
+        count = int(keys["global_batch_size"]) // (b * layout.dp_size)
+        modes = [keys["model.recompute"]] if "model.recompute" in keys else [mode.value for mode in Recompute]
+        plans = [plan_of(keys["model"], b, dtype, cluster, count, layout, **options, recompute=mode) for mode in modes]
+        plan = next((plan for plan in plans if plan.missing_bytes <= 0), plans[-1])
+        return [Row(keys["name"], "train/", plan)]
+    options["recompute"] = keys.get("model.recompute", "none")
+    record = Path(keys["record"]).stem
+    if script.endswith("gpu_trace.py"):
+        return [Row(record, "", plan_of(keys["model"], b, dtype, cluster, **options))]
+    contenders = {"ours": dtype} | ({"ours_bf16": "bf16"} if "ours_bf16" in keys["peers"] else {})
+    return [Row(record, f"{n}/", plan_of(keys["model"], b, d, cluster, **options)) for n, d in contenders.items()]
+
+
+def left_out(words: list[str], card: str, gib: float | None = None) -> str | None:
+    """Why the models of a command, which are all on the device at once, do not fit it; None if they do.
+
+    Args:
+        gib: memory of the device; None: as the card's cluster has it.
+    """
+    found, cluster = rows_of(words, card), cluster_of(card)
+    needed = sum(row.plan.needed_bytes / GIB + cluster.reserved_gib for row in found)
+    there = cluster.memory_gib if gib is None else gib
+    return f"needs {needed:.1f} GiB, and the {card} has {there:.1f}" if found and needed > there else None
 
 
 def share_of(plan: Plan) -> float:
@@ -173,32 +209,33 @@ def goals() -> dict[str, dict[str, float]]:
     return found
 
 
-def forecast() -> dict:
-    """The record."""
-    found, metrics = rows(), {}
+def forecast(card: str = "h200") -> dict:
+    """The record; the goals are the H200's."""
+    found, metrics = rows(card), {}
     for row in found:
         metrics |= metrics_of(row.name, row.plan, traced=not row.prefix)
-    for name in GOALS:
+    for name in GOALS if card == "h200" else ():
         metrics |= metrics_of(f"goal {name}/", goal_plan(name, h200(), **options_of(name)))
-    fp8, bf16 = (metrics[f"fp8/{name}/step"]["value"] for name in ("ours", "ours_bf16"))
-    metrics["fp8/ours_bf16/ratio_paired"] = {"value": bf16 / fp8, "unit": "their time / ours"}
+    steps = [metrics.get(f"fp8/{name}/step", {}).get("value") for name in ("ours", "ours_bf16")]
+    if all(steps):
+        metrics["fp8/ours_bf16/ratio_paired"] = {"value": steps[1] / steps[0], "unit": "their time / ours"}
     config = {
-        "cluster": dataclasses.asdict(h200()),
+        "cluster": dataclasses.asdict(cluster_of(card)),
         "binds": {row.name.rstrip("/"): binds(row.plan) for row in found},
-        "goals": goals(),
+        "goals": goals() if card == "h200" else {},
         "model": "planner/step_time.py; constants: analysis/scaling/records/roofline.json",
     }
-    return new_record("h200_forecast", "modelled", config, None, metrics)
+    return new_record(f"{card}_forecast", "modelled", config, None, metrics)
 
 
-def compare(forecasts: dict, folder: Path) -> str:
+def compare(forecasts: dict, folder: Path, card: str = "h200") -> str:
     """Forecast and measurement of every row that was run, and their ratio."""
     lines = [f"{'row':<28}{'':<28}{'forecast':>12}{'measured':>12}{'ratio':>8}"]
     for name, entry in forecasts["metrics"].items():
         if name.startswith("goal "):
             continue
         record, _, metric = name.partition("/")
-        path = folder / f"h200_{record}.json"
+        path = folder / f"{card}_{record}.json"
         found = json.loads(path.read_text(encoding="utf-8"))["metrics"] if path.exists() else {}
         measured = found.get(metric, {}).get("value")
         if measured is not None:
@@ -209,23 +246,33 @@ def compare(forecasts: dict, folder: Path) -> str:
 
 def main() -> int:
     """Write the forecast and print it, or compare it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("write", "compare"), default="write")
-    parser.add_argument("--record", type=record_argument, default=RECORD)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("what", nargs="?", choices=("write", "compare", "fits"), default="write")
+    parser.add_argument("--card", choices=CARDS, default="h200")
+    parser.add_argument("--gib", type=float, help="memory of the card, for `fits`")
+    parser.add_argument("--record", type=record_argument, help="default: that of the card")
     parser.add_argument("--results", type=Path, default=RECORDS, help="folder of the rows' records")
-    options = parser.parse_args()
-    if options.what == "compare":
-        print(compare(json.loads(options.record.read_text(encoding="utf-8")), options.results))
+    options, words = parser.parse_known_args()
+    path = options.record or record_of(options.card)
+    if options.what == "fits":
+        print(left_out(words, options.card, options.gib) or "", end="")
         return 0
-    record = forecast()
+    if words:
+        parser.error(f"unknown arguments: {' '.join(words)}")
+    if options.what == "compare":
+        print(compare(json.loads(path.read_text(encoding="utf-8")), options.results, options.card))
+        return 0
+    record = forecast(options.card)
     for name, entry in record["metrics"].items():
         print(f"{name:<52}{entry['value']:>12.4g} {entry['unit']}")
     for name, shares in record["config"]["binds"].items():
         print(f"{name:<34}" + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
     for name, shares in record["config"]["goals"].items():
         print(f"{name:<16}" + ", ".join(f"{change} {share:.3f}" for change, share in shares.items()))
-    write_record(record, options.record)
-    print(f"record: {options.record}")
+    write_record(record, path)
+    print(f"record: {path}")
     return 0
 
 

@@ -4,7 +4,10 @@ python analysis/benchmarks/h200_rows.py row TITLE RECORD METRIC LEAST
 python analysis/benchmarks/h200_rows.py keep RUN_FOLDER RECORD       # a run's record, with the curve of its loss
 python analysis/benchmarks/h200_rows.py seeds RECORD_FP8 RECORD_BF16 RECORD_BF16 ...
 python analysis/benchmarks/h200_rows.py tests JUNIT_XML RECORD            # the outcome of every test of a pytest run
+python analysis/benchmarks/h200_rows.py times RECORD                          # a kept run's step, by phase
+python analysis/benchmarks/h200_rows.py scaling RECORD RECORD_OF_1_GPU RECORD ...  # Figure 5, from weak scaling
 python analysis/benchmarks/h200_rows.py imports                           # exit code 2 if a package is missing
+python analysis/benchmarks/h200_rows.py card [CARD]                       # the machine's card and its GiB
 """
 
 import argparse
@@ -32,16 +35,63 @@ IMPORTS = (
         "analysis.norm_order.true_widths",
     ),
 )
+PHASES = {f"time/{phase}_s": f"train/{phase}" for phase in ("step", "forward", "backward", "optimizer")}
+PEAK = "train/memory_peak"
+FORECASTS = Path(__file__).parent / "records"
 LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
 
 
 def row(title: str, record: Path, metric: str, least: float) -> str:
     """One line: what was measured, what is required, and whether it is reached."""
-    entry = read_metric(record, metric)
+    entry, beside = read_metric(record, metric), f"(required: {least:g}{forecast_of(record, metric)})"
     if entry["value"] is None:
-        return f"{title:<55} {entry['non_finite']} {entry['unit']} (required: {least:g})  NOT REACHED"
+        return f"{title:<55} {entry['non_finite']} {entry['unit']} {beside}  NOT REACHED"
     verdict = "reached" if entry["value"] >= least else "NOT REACHED"
-    return f"{title:<55} {entry['value']:.4g} {entry['unit']} (required: {least:g})  {verdict}"
+    return f"{title:<55} {entry['value']:.4g} {entry['unit']} {beside}  {verdict}"
+
+
+def forecast_of(record: Path, metric: str) -> str:
+    """What was forecast for a metric of a record, for its row; empty if nothing was."""
+    card, _, name = record.stem.partition("_")
+    path = FORECASTS / f"{card}_forecast.json"
+    entry = read(path)["metrics"].get(f"{name}/{metric}") if path.exists() else None
+    return f", forecast: {entry['value']:.4g}" if entry else ""
+
+
+def times(record: Path) -> str:
+    """The step of a kept run, its phases and its memory, each with its forecast."""
+    found = {name: entry for name, entry in read(record)["metrics"].items() if name in (*PHASES.values(), PEAK)}
+    return "\n".join(
+        f"{record.stem + ' ' + name:<55} {entry['value']:.4g} {entry['unit']}{forecast_of(record, name)}"
+        for name, entry in found.items()
+    )
+
+
+def scaling(path: Path, records: list[Path]) -> str:
+    """Write Figure 5 as measured: FLOP/s per GPU of models that grow with the GPUs, over those of one.
+
+    Raises:
+        ValueError: the first run is not of one GPU, or the runs differ in batch.
+    """
+    from analysis.scaling.study import efficiency
+    from lmscale.config import TransformerConfig
+
+    found = [read(record) for record in records]
+    configs = [TransformerConfig.from_dict(run["config"]["model"]) for run in found]
+    sizes = [run["layout"]["tp_size"] for run in found]
+    if sizes[0] != 1 or len({run["config"]["global_batch_size"] for run in found}) > 1:
+        raise ValueError(f"the runs must begin with one GPU and have one batch size, but have tp_size {sizes}")
+    steps = [read_finite(record, "train/step") for record in records]
+    metrics = {
+        f"figure_5/mp/{size}_gpu{'s' * (size > 1)}": {
+            "value": efficiency(config, size, step, configs[0], steps[0]),
+            "unit": "% of linear",
+        }
+        for size, config, step in zip(sizes, configs, steps, strict=True)
+    }
+    settings = {"runs": [run["config"]["name"] for run in found]}
+    write_record(new_record("figure_5", "run", settings, None, metrics, device=found[0]["environment"]["device"]), path)
+    return ", ".join(f"{name}: {entry['value']:.1f} %" for name, entry in metrics.items())
 
 
 def keep(folder: Path, path: Path) -> str:
@@ -63,12 +113,13 @@ def keep(folder: Path, path: Path) -> str:
         "train/loss_mean_of_last": last,
     }
     later = lines[len(lines) // 2 :]  # the first steps compile and warm up
-    step = statistics.median(float(line["time/step_s"]) for line in later)
     memory = max(float(line["memory_gib"]) for line in lines)
     record["metrics"] |= {name: metric_of(value) for name, value in figures.items()} | {
-        "train/step": {"value": step, "unit": "s"},
-        "train/memory_peak": {"value": memory, "unit": "GiB"},
+        name: {"value": statistics.median(float(line[column]) for line in later), "unit": "s"}
+        for column, name in PHASES.items()
+        if column in lines[0]
     }
+    record["metrics"][PEAK] = {"value": memory, "unit": "GiB"}
     record["train_losses"] = [loss if math.isfinite(loss) else None for loss in losses]
     write_record(record, path)
     return f"record: {path}"
@@ -122,6 +173,25 @@ def missing_imports() -> list[str]:
         except ImportError as error:
             missing.append(f"{name} ({error})")
     return missing
+
+
+def card(expected: str) -> str:
+    """The card of this machine, by which records are named, and its memory in GiB.
+
+    Raises:
+        ValueError: there is none that `forecast.CARDS` names, or another one than `expected`.
+    """
+    import torch
+
+    from analysis.benchmarks.forecast import CARDS
+
+    device = _device_name()
+    found = next((card for card in CARDS if card.upper() in device), None)
+    if found is None:
+        raise ValueError(f"the machine's GPU must be one of {', '.join(CARDS).upper()}, but is {device}")
+    if expected not in ("", found):
+        raise ValueError(f"`CARD` must be {found}, the machine's GPU ({device}), but is {expected}")
+    return f"{found} {torch.cuda.get_device_properties(0).total_memory / 2**30:.2f}"
 
 
 def _device_name() -> str:
@@ -194,6 +264,11 @@ def main() -> None:
     tested.add_argument("record", type=Path)
     tested.add_argument("--may-skip", action="store_true", help="a rehearsal, where no test can run")
     commands.add_parser("imports")
+    commands.add_parser("times").add_argument("record", type=Path)
+    scaled = commands.add_parser("scaling")
+    scaled.add_argument("record", type=Path)
+    scaled.add_argument("runs", type=Path, nargs="+")
+    commands.add_parser("card").add_argument("expected", nargs="?", default="")
     args = parser.parse_args()
     try:
         if args.command == "row":
@@ -205,6 +280,12 @@ def main() -> None:
         elif args.command == "imports":
             if missing := missing_imports():
                 raise ValueError(f"packages must be there, in WHEELS or installed, but are not: {'; '.join(missing)}")
+        elif args.command == "times":
+            print(times(args.record))
+        elif args.command == "scaling":
+            print(scaling(args.record, args.runs))
+        elif args.command == "card":
+            print(card(args.expected))
         else:
             print(seeds(args.fp8, args.bf16))
     except FileNotFoundError as error:

@@ -6,6 +6,7 @@ NAMES=()  # of this call's measurements: the files that an archive gets
 ACCELERATOR=gpu
 TINY=()       # what a rehearsal changes in a comparison, and in a run of training
 TINY_RUN=()
+TINY_LAYOUT=()
 if [ -n "$REHEARSE" ]; then
   ACCELERATOR=cpu
   SIZES=(model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.vocab_size=1000
@@ -27,17 +28,28 @@ prepare() {  # packages on the path, folders, and every import that the parts ne
     export PYTHONPATH=$PYTHONPATH:$SITE
   fi
   "$PYTHON" analysis/benchmarks/h200_rows.py imports || exit 2
+  [ -z "$REHEARSE" ] || return 0
+  read -r CARD GIB < <("$PYTHON" analysis/benchmarks/h200_rows.py card "$CARD")
+  [ -n "$CARD" ] || exit 2
+}
+
+sequences() {  # on a card of 141 GB, and on a smaller one
+  case $CARD in h200 | rehearsal) echo "$1" ;; *) echo "$2" ;; esac
 }
 
 # GRACE: seconds between the signals TERM and KILL. RESULT: an exit code that is a result and no failure.
 step() {  # name of the record and the log, limit in seconds, command; false where there is no record in the end
-  local name=$1 limit=$2 started=$SECONDS code
+  local name=$1 limit=$2 started=$SECONDS code reason
   shift 2
   if [ -n "${DRY_RUN:-}" ]; then run timeout --foreground --kill-after="${GRACE:-10}" "$limit" "$@"; return; fi
   NAMES+=("$name")
   if has "$name"; then
     echo "$name: the record is there already; FORCE=1 repeats it"
     return
+  fi
+  if [ -z "$REHEARSE" ]; then
+    reason=$("$PYTHON" analysis/benchmarks/forecast.py fits --card "$CARD" --gib "$GIB" "$@") || { fail "$name" "no plan"; return 1; }
+    [ -z "$reason" ] || { echo "$name: left out, $reason"; return 1; }
   fi
   rm -f "$RESULTS/$name.json"
   # Into a file and not through a pipe: compile workers that outlive a killed process would hold a pipe open.
@@ -144,10 +156,10 @@ train() {  # name of the run and its record, further keys; on the documentation 
   local name=$1 folder=$LOGS/$1
   shift
   has "$name" || run rm -rf "$folder"  # of a start that was cut short
-  step "$name" 520 "$PYTHON" src/train.py data=embedded tokenizer=trained "name=$name" "hydra.run.dir=$folder" \
-    trainer.accelerator=gpu trainer.progress_bar=false trainer.validate_every_steps=0 trainer.num_validation_samples=8 \
+  step "$name" "${LIMIT:-520}" "$PYTHON" src/train.py data=embedded tokenizer=trained "name=$name" "hydra.run.dir=$folder" \
+    trainer.accelerator=gpu parallel.dp_size=1 trainer.progress_bar=false trainer.validate_every_steps=0 trainer.num_validation_samples=8 \
     checkpoint.save_every_steps=0 checkpoint.save_last=false logger.log_every_steps=1 logger.tensorboard=false "$@" \
-    "${TINY_RUN[@]}" || return 1
+    "${TINY_RUN[@]}" "${TINY_LAYOUT[@]}" || return 1
   [ -n "${DRY_RUN:-}" ] || has "$name" && return
   "$PYTHON" analysis/benchmarks/h200_rows.py keep "$folder" "$RESULTS/$name.json" && pack
 }
@@ -168,4 +180,41 @@ true_width() {  # model, norm order, further keys: a run of Figure 7
   "$PYTHON" analysis/norm_order/true_widths.py keep "$folder" "$RESULTS/$name.json" || { fail "$name" "no record"; return 1; }
   rm -rf "$folder/checkpoints"  # of the larger model up to 18 GB
   pack
+}
+
+timed() {  # name, limit in seconds, further keys of src/train.py: 30 steps, of which the last 15 count
+  local name=${CARD}_$1 limit=$2
+  shift 2
+  TINY_LAYOUT=()  # a rehearsal has one axis, of two ranks
+  if [ -n "$REHEARSE" ]; then
+    case "$*" in
+      *pp_size*) TINY_LAYOUT=(parallel.tp_size=1 parallel.pp_size=2) ;;
+      *dp_size*) TINY_LAYOUT=(parallel.dp_size=2 micro_batch_size=1) ;;
+      *tp_size=[248]*) TINY_LAYOUT=(parallel.tp_size=2) ;;
+    esac
+  fi
+  LIMIT=$limit train "$name" "$@" trainer.max_steps=30 schedule.warmup_steps=2 || return 0
+  [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/benchmarks/h200_rows.py times "$RESULTS/$name.json"
+}
+
+weak() {  # model, GPUs, limit: Table 1's weak scaling, 8 sequences with full recomputation
+  timed "weak_$1" "$3" "model=$1" micro_batch_size=8 global_batch_size=8 model.recompute=full "parallel.tp_size=$2"
+}
+
+share_alone() {  # precision: of the only contender on the card
+  compare "${CARD}_$1_alone" 250 model=gpt_2.5b "precision=$1" 'peers=[]' micro_batch_size=8 &&
+    show "gpt_2.5b, $1 alone, share of $PEAK TFLOP/s" "${CARD}_$1_alone" ours/share_of_given_peak 0
+}
+
+jobs_of_a_checkpoint() {
+  local name=${CARD}_jobs
+  step "$name" 500 "$PYTHON" analysis/benchmarks/gpu/jobs.py --folder "$LOGS/$name" --accelerator "$ACCELERATOR" \
+    --record "$RESULTS/$name.json" && pack_after
+}
+
+measured_layouts() {  # the planner's four best, each trained for ten steps
+  local name=${CARD}_layouts_gpt_8.3b
+  local keys=(model=gpt_8.3b "cluster=${CARD/#a100/dgx_a100}" num_devices=8 measure=4 micro_batch_size=4 global_batch_size=64)
+  [ -z "$REHEARSE" ] || keys=(model=gpt_tiny cluster=cpu measure=2 trainer.max_steps=10)
+  TAIL=20 step "$name" 510 "$PYTHON" src/plan.py "${keys[@]}" "record=$RESULTS/$name.json" && pack_after
 }

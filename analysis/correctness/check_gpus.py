@@ -1,9 +1,10 @@
-"""`make check-gpus`: check training on the GPUs of this machine (2 to 8) in about five minutes, and print one report.
+"""`make check-gpus`: check training on the GPUs of this machine (2 to 8) in about ten minutes, and print one report.
 
     python analysis/correctness/check_gpus.py                 # all visible GPUs
     python analysis/correctness/check_gpus.py --rehearse      # two CPU processes over gloo instead, with tiny models
 
-Each part runs `src/train.py` or a measurement as a subprocess under a time limit:
+Each part runs `src/train.py` or a measurement as a subprocess under a time limit. Ten minutes are an estimate: nine
+launches in a row (on fewer than eight GPUs ten), of which each takes 30 to 90 s to import, connect and compile.
 
 1. layouts: tensor, data and sequence parallelism and stages against one rank in fp64, every loss and gradient norm;
 2. the same in bf16 with the kernels that a run uses (compiled on a GPU), made deterministic;
@@ -40,6 +41,7 @@ from analysis.correctness.check_parts import (
     kill_and_resume,
     layouts_of,
     train_arguments,
+    train_one_rank,
 )
 from lmscale.results import new_record, write_record
 
@@ -139,6 +141,7 @@ def main() -> int:
     folder.mkdir(parents=True)
     check = Check(folder, "cpu" if options.rehearse else "gpu", ranks)
     machine, facts = describe_machine(check.accelerator, ranks)
+    check.run("one rank", train_one_rank)
     for layout in layouts_of(ranks):
         check.run(f"fp64, {layout}", compare_layouts, "fp64", layout)
     check.run("bf16, the undisturbed run", compare_layouts, "bf16", check.whole_layout)

@@ -59,13 +59,18 @@ ONE_RANK = Layout(1, 1)
 
 
 def layouts_of(ranks: int) -> list[Layout]:
-    """The layouts that are compared with one rank; 8 heads divide over the largest power of two of the ranks."""
-    tp_size = 1 << (ranks.bit_length() - 1)
-    layouts = [Layout(tp_size, 1), Layout(1, ranks), Layout(tp_size, 1, sequence_parallel=True)]
+    """The layouts compared with one rank in fp64: as few as have every kind of parallelism, each a launch."""
+    layouts = [Layout(largest_tp_size(ranks), 1), Layout(1, ranks)]
     if ranks < 4:
-        return [*layouts, Layout(1, 1, pp_size=2)]
+        return [*layouts, Layout(2, 1, sequence_parallel=True), Layout(1, 1, pp_size=2)]
     options = {"sequence_parallel": True, "zero1": True}
-    return [*layouts, Layout(2, ranks // 2, **options), Layout(2, ranks // 4, pp_size=2, **options)]
+    layouts.append(Layout(2, ranks // 4, pp_size=2, **options))
+    return layouts if ranks == 8 else [*layouts, Layout(2, ranks // 2, **options)]  # there stages have no data ranks
+
+
+def largest_tp_size(ranks: int) -> int:
+    """The largest power of two of the ranks, over which the 8 heads divide."""
+    return 1 << (ranks.bit_length() - 1)
 
 
 @dataclass
@@ -89,7 +94,7 @@ class Check:
     @property
     def whole_layout(self) -> Layout:
         """Of the bf16 runs: tensor and sequence parallel over as many ranks as can be."""
-        return layouts_of(self.ranks)[2]
+        return Layout(largest_tp_size(self.ranks), 1, sequence_parallel=True)
 
     def describe_model(self) -> str:
         """The bf16 model in words."""
@@ -205,13 +210,23 @@ def saving(check: Check) -> list[str]:
     return [f"checkpoint.save_every_steps={SAVE_EVERY[check.accelerator]}", "checkpoint.save_last=true"]
 
 
+def train_one_rank(check: Check) -> None:
+    """Train one rank in each type, both at once."""
+    stop = f"trainer.stop_after_steps={COMPARED_STEPS}"
+    runs = [train(check, f"{dtype}_one_rank", dtype, ONE_RANK, stop) for dtype in BOUNDS]
+    try:
+        for run in runs:
+            run.wait(LIMIT_S)
+    finally:
+        for run in runs:
+            run.end()
+
+
 def compare_layouts(check: Check, dtype: str, layout: Layout) -> None:
-    """Train one rank (once for all layouts) and the layout, and compare the losses and gradient norms of every step.
+    """Train a layout, and compare the losses and gradient norms of every step with those of one rank.
 
     The bf16 run of several ranks goes on to its end, is profiled, and saves checkpoints: it is the undisturbed run.
     """
-    if not (check.folder / f"{dtype}_one_rank").exists():
-        train(check, f"{dtype}_one_rank", dtype, ONE_RANK, f"trainer.stop_after_steps={COMPARED_STEPS}").wait(LIMIT_S)
     name = "whole" if dtype == "bf16" else f"fp64_{layout}".replace(" ", "_")
     extra = ["trainer.profiler=torch", *saving(check)] if dtype == "bf16" else []
     train(check, name, dtype, layout, *extra).wait(LIMIT_S)

@@ -241,7 +241,7 @@ def anchor(cluster: Cluster) -> Cluster:
 def predict_cell(cell: Cell, cluster: Cluster) -> float:
     """The cell's % of linear scaling on an anchored cluster."""
     first, seconds = baseline()[0], study_time(cell.config, cell.layout, cluster).total
-    return _efficiency(cell.config, cell.tp_size, seconds, first, study_time(first, Layout(), cluster).total)
+    return efficiency(cell.config, cell.tp_size, seconds, first, study_time(first, Layout(), cluster).total)
 
 
 def predict_petaflops(cluster: Cluster, cell: Cell = LARGEST_CELL) -> float:
@@ -295,7 +295,7 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
     first, table = seconds(low, first_shape), []
     for shape in LATER_SHAPES:
         time = seconds(low, shape, dp_size)
-        table.append((time * 1e3, _efficiency(shape.config, shape.tp_size, time, first_shape.config, first)))
+        table.append((time * 1e3, efficiency(shape.config, shape.tp_size, time, first_shape.config, first)))
     return low, table
 
 
@@ -322,8 +322,9 @@ def with_rates(cluster: Cluster, **rates: float) -> Cluster:
     )
 
 
-def _efficiency(
+def efficiency(
     config: TransformerConfig, tp_size: int, seconds: float, first: TransformerConfig, first_seconds: float
 ) -> float:
+    """Weak scaling in percent: parameters per GPU and second over those of the first model, on one GPU."""
     ratio = count_parameters(config).total / count_parameters(first).total
     return 100 * ratio / tp_size * first_seconds / seconds

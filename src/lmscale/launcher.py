@@ -7,6 +7,8 @@ import os
 import re
 from dataclasses import dataclass
 
+COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS"
+_MOST_COMPILE_WORKERS = 32  # of one process, by torch
 _SHELLS = ("bash", "interactive")  # names of Slurm jobs, by which Lightning knows a shell, too
 # Numbers of processes that a launcher has started, where it is neither torchrun nor srun.
 _FOREIGN_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -97,7 +99,27 @@ def join_ranks() -> World:
     if world.size > 1:
         values["MASTER_ADDR"], values["MASTER_PORT"] = world.address
     os.environ |= {name: str(value) for name, value in values.items()}
+    if world.local_size > 1:
+        bound_compile_workers(world.local_size, world.num_cores)
     return world
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def bound_compile_workers(local_size: int, num_cores: int | None = None) -> None:
+    """Share the cores among the compile workers of this host's ranks, unless the user has set their number.
+
+    Otherwise torch gives every rank up to 32. It reads the variable as it is imported.
+
+    Args:
+        num_cores: of each rank, by srun.
+    """
+    cores = usable_cores()
+    own = min(num_cores or cores // local_size, cores, _MOST_COMPILE_WORKERS)
+    os.environ.setdefault(COMPILE_WORKERS, str(max(1, own)))
 
 
 def is_first_rank() -> bool:

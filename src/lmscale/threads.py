@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from .launcher import world_from_outside
+from .launcher import usable_cores, world_from_outside
 
 
 def share_cores(requested: int | None = None) -> tuple[int, str]:
@@ -24,7 +24,7 @@ def share_cores(requested: int | None = None) -> tuple[int, str]:
     local_size = 1 if world is None else world.local_size
     given = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP also takes a list, one per level
     set_by_torchrun = local_size > 1 and world.launcher == "torchrun" and given and given[1] == "1"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if requested is not None:
         threads, reason = requested, "trainer.num_threads"
     elif given and not set_by_torchrun:

@@ -15,13 +15,15 @@ from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.gpu.attention import AttentionShape
 from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.figure import draw_true_widths
+from lmscale.config import Layout
+from lmscale.config.plan import PlanConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.models.attention_backend import BACKENDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "analysis" / "benchmarks" / "h200.sh"
 PARTS = [f"a{number}" for number in range(1, 6)] + [f"b{number}" for number in range(1, 11)]
-PARTS += [f"c{number}" for number in range(1, 5)]
+PARTS += [f"c{number}" for number in range(1, 5)] + ["d1", "d2", "d3"] + [f"e{number}" for number in range(1, 7)]
 
 
 def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
@@ -133,6 +135,30 @@ def test_list_c_is_figure_7_at_its_true_widths_and_each_run_continues_its_own_fo
     assert again.stdout.startswith("rm -rf outputs/h200/h200_fig7_bert_336m_pre_seed_1234")
 
 
+def test_lists_d_and_e_compose_for_one_gpu_and_for_eight() -> None:
+    jobs, trained, *alone = (words for _, words in commands("d"))
+    assert jobs[:1] == ["analysis/benchmarks/gpu/jobs.py"] and jobs[-4:-2] == ["--accelerator", "gpu"]
+    bench, run = bench_of(commands("a3")[0][1][1:]), run_of(trained[1:])
+    assert (run.model.name, run.micro_batch_size, run.global_batch_size) == ("gpt_1.2b", bench.micro_batch_size, 32)
+    benches = [bench_of(words[1:]) for words in alone]
+    assert [(b.precision.dtype, b.micro_batch_size, b.peers) for b in benches] == [("fp8", 8, []), ("bf16", 8, [])]
+    found = {words[0]: words[1:] for _, words in commands("e4")}
+    plan = PlanConfig.from_dict(composed("plan", *found["src/plan.py"]))
+    assert (plan.model.name, plan.measure, plan.num_devices, plan.cluster.name) == ("gpt_8.3b", 4, 8, "h200")
+    runs = [run_of(words[1:]) for _, words in commands("e1", "e2", "e3", "e5", "e6")]
+    layouts = [(run.model.name, run.parallel.layout()) for run in runs]
+    assert layouts == [
+        ("gpt_1.2b", Layout()),
+        ("gpt_2.5b", Layout(tp_size=2)),
+        ("gpt_4.2b", Layout(tp_size=4)),
+        ("gpt_8.3b", Layout(tp_size=8)),
+        ("gpt_1.2b", Layout(dp_size=8)),
+        ("gpt_1.2b", Layout(dp_size=8, zero1=True)),
+        ("gpt_8.3b", Layout(tp_size=4, pp_size=2)),
+    ]
+    assert {(run.micro_batch_size, run.global_batch_size, run.model.recompute) for run in runs[:4]} == {(8, 8, "full")}
+
+
 def test_every_part_ends_within_nine_minutes_and_record_names_are_unique(tmp_path) -> None:
     (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
     records = []
@@ -142,7 +168,7 @@ def test_every_part_ends_within_nine_minutes_and_record_names_are_unique(tmp_pat
         records += [
             word for _, words in found for word in words if word.endswith((".json", ".xml")) or "run.dir=" in word
         ]
-    assert len(set(records)) == len(records) == 23
+    assert len(set(records)) == len(records) == 35
 
 
 def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> None:
@@ -171,11 +197,12 @@ def test_unknown_parts_are_refused_before_anything_runs() -> None:
     assert done.stderr == f"error: a part must be one of {' '.join(PARTS)}, but is a6\n"
 
 
-def fake_python(folder: Path, code: int) -> str:
-    """A stub interpreter that prints the script's name, writes the record on success, and exits with `code`."""
+def fake_python(folder: Path, code: int, card: str = "h200 139.80") -> str:
+    """A stub interpreter on a machine with one `card`: it writes the record on success, and exits with `code`."""
     path = folder / "python"
     path.write_text(
-        "#!/usr/bin/env bash\ncase $1 in */h200_rows.py) exit 0 ;; esac\necho ran\n"
+        f"#!/usr/bin/env bash\ncase $1 in */h200_rows.py) [ $2 != card ] || echo {card}; exit 0 ;; esac\n"
+        f"case $1$2 in */forecast.pyfits) exec {sys.executable} $@ ;; esac\necho ran\n"
         f'for word; do case $word in record=*) [ {code} -ne 0 ] || echo "{{}}" > "${{word#record=}}" ;; esac; done\n'
         f"exit {code}\n"
     )
@@ -207,6 +234,25 @@ def test_an_existing_record_is_kept_unless_forced(tmp_path) -> None:
         assert (again in done.stdout, done.stdout.splitlines().count("ran")) == (skipped, 1 if skipped else 2)
         with tarfile.open(tmp_path / "out" / "h200_a5.tar.gz") as archive:
             assert "./analysis/benchmarks/records/h200_bert_3.9b.json" in archive.getnames()
+
+
+def test_what_does_not_fit_the_machines_card_is_left_out_with_its_bytes(tmp_path) -> None:
+    folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs")}
+    done = run_script("b5", "b6", "d3", **folders | {"PYTHON": fake_python(tmp_path, 0, "h100 79.10"), "WHEELS": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("== ")]
+    assert [line for line in lines if "left out" in line] == [
+        "h100_gpt_8.3b_20_steps: left out, needs 114.3 GiB, and the h100 has 79.1",
+        "h100_fp8: left out, needs 116.8 GiB, and the h100 has 79.1",
+    ]
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"h100_fp8_alone.json", "h100_bf16_alone.json"}
+
+
+def test_a_machine_without_the_card_is_refused_before_anything_runs(tmp_path) -> None:
+    (tmp_path / "python").write_text("#!/usr/bin/env bash\n[ $2 = imports ] || { echo 'error: no' >&2; exit 2; }\n")
+    (tmp_path / "python").chmod(0o755)
+    done = run_script("a3", PYTHON=str(tmp_path / "python"), RESULTS=str(tmp_path), LOGS=str(tmp_path), WHEELS="")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: no\n")
 
 
 @pytest.mark.slow
@@ -252,6 +298,25 @@ def test_trained_and_float8_rows_of_list_b_are_rehearsed_on_a_cpu(tmp_path) -> N
     runs = [f"rehearsal_2.5b_{run}" for run in ("fp8_seed_1234", *(f"bf16_seed_{seed}" for seed in (1234, 1235, 1236)))]
     assert set(records) == {"rehearsal_gpt_8.3b_20_steps", "rehearsal_fp8", *runs}
     assert all(records[name]["train/step"]["value"] > 0 for name in ("rehearsal_gpt_8.3b_20_steps", *runs))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_lists_d_and_e_are_rehearsed_on_two_cpu_ranks_and_fill_figure_5(tmp_path) -> None:
+    done = run_script("d", "e", REHEARSE="1", LOGS=str(tmp_path / "logs"), RESULTS=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not measured" not in done.stdout + done.stderr
+    records = {path.stem.removeprefix("rehearsal_"): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    weak = [f"weak_gpt_{size}" for size in ("1.2b", "2.5b", "4.2b", "8.3b")]
+    trained = {"gpt_1.2b_train", *weak, "gpt_1.2b_dp_8", "gpt_1.2b_dp_8_zero1", "gpt_8.3b_pp_2"}
+    assert set(records) == trained | {"jobs", "fp8_alone", "bf16_alone", "layouts_gpt_8.3b", "figure_5"}
+    assert max(records["jobs"]["metrics"][f"{job}/gap"]["value"] for job in ("finetune", "zero_shot", "generate")) == 0
+    assert records["jobs"]["metrics"]["background_saves"]["value"] == 4
+    assert records["figure_5"]["metrics"]["figure_5/mp/1_gpu"]["value"] == 100
+    for name in trained:
+        assert {f"train/{part}" for part in ("step", "forward", "backward", "optimizer")} <= set(
+            records[name]["metrics"]
+        )
 
 
 @pytest.mark.slow

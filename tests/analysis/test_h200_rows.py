@@ -3,8 +3,13 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from lmscale.config import TransformerConfig
+from lmscale.planner.params import count_parameters
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("h200_rows", ROOT / "analysis" / "benchmarks" / "h200_rows.py")
@@ -110,3 +115,46 @@ def test_a_missing_package_is_named(monkeypatch) -> None:
     assert rows.missing_imports() == []
     monkeypatch.setattr(rows, "IMPORTS", ("json", "no_such_package"))
     assert rows.missing_imports() == ["no_such_package (No module named 'no_such_package')"]
+
+
+def test_a_row_has_the_forecast_of_its_card_beside_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rows, "FORECASTS", tmp_path)
+    write(tmp_path / "h100_forecast.json", gpt__ours__step=0.5, run__train__step=2.0)
+    gpt, other = (write(tmp_path / f"{name}.json", ours__step=0.6) for name in ("h100_gpt", "h200_gpt"))
+    assert "(required: 0, forecast: 0.5)  reached" in rows.row("gpt", gpt, "ours/step", 0)
+    assert "(required: 0)  reached" in rows.row("gpt", other, "ours/step", 0)
+    kept = write(tmp_path / "h100_run.json", train__step=2.2, train__optimizer=0.1, train__loss_first=9.0)
+    step, optimizer = rows.times(kept).splitlines()
+    assert step.endswith(" 2.2 u, forecast: 2") and optimizer.endswith(" 0.1 u")
+
+
+def test_the_card_of_the_machine_is_named_and_another_one_refused(monkeypatch) -> None:
+    memory = SimpleNamespace(total_memory=79.1 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.setattr(rows, "_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert rows.card("") == rows.card("h100") == "h100 79.10"
+    with pytest.raises(ValueError, match=r"^`CARD` must be h100, .*\(NVIDIA H100 80GB HBM3\), but is h200$"):
+        rows.card("h200")
+    monkeypatch.setattr(rows, "_device_name", lambda: "NVIDIA L4")
+    with pytest.raises(ValueError, match="must be one of H200, H100, A100, V100, but is NVIDIA L4"):
+        rows.card("")
+
+
+def test_weak_scaling_counts_the_parameters_of_each_gpu(tmp_path) -> None:
+    config = {"family": "gpt", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+    config |= {"max_position_embeddings": 32, "vocab_multiple": 512}
+    paths, counts = [], []
+    for layers, tp_size, step in ((1, 1, 2.0), (8, 2, 3.0)):
+        model = TransformerConfig(**config, num_layers=layers)
+        path = write(tmp_path / f"{tp_size}.json", train__step=step)
+        described = {"name": "run", "global_batch_size": 8, "model": model.to_dict()}
+        values = {"config": described, "layout": {"tp_size": tp_size}, "environment": {"device": "H100"}}
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+        paths.append(path)
+        counts.append(count_parameters(model).total)
+    rows.scaling(tmp_path / "figure_5.json", paths)
+    found = {name: entry["value"] for name, entry in rows.read(tmp_path / "figure_5.json")["metrics"].items()}
+    expected = 100 * counts[1] / counts[0] / 2 * 2 / 3
+    assert found == {"figure_5/mp/1_gpu": 100.0, "figure_5/mp/2_gpus": pytest.approx(expected)}
+    with pytest.raises(ValueError, match="must begin with one GPU"):
+        rows.scaling(tmp_path / "figure_5.json", paths[1:])

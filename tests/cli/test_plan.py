@@ -148,6 +148,23 @@ def test_differences_from_the_request_are_reported() -> None:
     assert "planned with model.recompute=selective" in larger["notes"][-1]
 
 
+def test_a_plan_says_what_a_validation_costs_and_refuses_what_a_run_on_gpus_refuses() -> None:
+    costs = "sequences take {} of the time of the 1,000 training steps between two"
+    for key, note in {
+        "auto": "trainer.num_validation_samples=auto is at most this: 76,800 " + costs.format("5.0%"),
+        "null": "trainer.num_validation_samples=null must be at most this on a GPU: 76,800 " + costs.format("5.0%"),
+        "51200": "trainer.num_validation_samples=51200: 51,200 " + costs.format("3.3%"),
+    }.items():
+        job = ("model=gpt_2.5b", "cluster=h200", f"trainer.num_validation_samples={key}")
+        assert planned(*job)["validation"] == note and printed(*job).endswith(f"\n\nvalidation: {note}\n")
+    long = ("model=gpt_2.5b", "trainer.num_validation_samples=153600")
+    assert refusal(*long, "cluster=h200") == (
+        "`trainer.num_validation_samples` must be at most 76,800 with trainer.max_validation_share=0.05, but 153,600 "
+        + costs.format("10.0%")
+    )
+    assert "153,600" in planned(*long, "cluster=h200", "trainer.max_validation_share=0.1")["validation"]
+
+
 def test_float8_shortens_the_layers_products_and_needs_a_device_that_supports_it() -> None:
     bf16, fp8 = (planned("model=gpt_2.5b", "cluster=h200", f"precision={dtype}") for dtype in ("bf16", "fp8"))
     ratio = fp8["step_time_s"]["matmul"] / bf16["step_time_s"]["matmul"]

@@ -43,6 +43,7 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
             "accelerator": "cpu",
             "num_threads": 1,
             "num_validation_samples": 7,
+            "max_validation_share": 1.0,  # as a tiny recipe, or a GPU would refuse the run
             "progress_bar": False,
         },
         "precision": {"dtype": "fp64"},

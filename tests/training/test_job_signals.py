@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from entry_points import environment, start, train
+from entry_points import environment, slurm_task, start, train
+from ranks import free_ports
 from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
 from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.training.runtime.exit_codes import INTERRUPTED
+from lmscale.training.runtime.exit_codes import FAILED, INTERRUPTED
 
 
 def test_a_rank_that_starts_after_ctrl_c_ends_without_a_step() -> None:
@@ -137,3 +138,23 @@ def test_a_signal_to_every_process_leaves_the_loaders_running_until_the_ranks_ha
         end(process)
     assert process.returncode == INTERRUPTED, stderr
     assert len(list_checkpoints(tmp_path / "checkpoints")) == 1
+
+
+@linux_only
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, INTERRUPTED), (signal.SIGKILL, FAILED)])
+def test_a_signal_to_one_rank_of_two_hosts_reaches_all_ranks_of_both(tmp_path, number, code) -> None:
+    port = str(free_ports()[0])
+    hosts = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+    settings = (*LONG_RUN, "parallel.dp_size=4", "micro_batch_size=1", f"hydra.run.dir={tmp_path}")
+    ranks = [start(*settings, **slurm_task(n, port) | hosts | {"SLURM_LOCALID": str(n % 2)}) for n in range(4)]
+    try:
+        wait_until(lambda: rows_on_disk(tmp_path) > 2, ranks[0])
+        ranks[3].send_signal(number)
+        ended = [process.communicate(timeout=90) for process in ranks]
+    finally:
+        for process in ranks:
+            end(process)
+    others = [process.returncode for process in ranks[:3]]
+    assert others == [code] * 3, ended
+    assert len(list_checkpoints(tmp_path / "checkpoints")) == (code == INTERRUPTED)

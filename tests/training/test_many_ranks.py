@@ -3,14 +3,17 @@
 import os
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import warm
+from ranks import run_ranks
 
-from lmscale.training.strategy import FULL_MESH, prepare_connections
+from lmscale.training.strategy import FULL_MESH, TensorParallelStrategy, prepare_connections
 
 NUM_RANKS, NUM_FILES = 32, 24  # a full mesh of 32 needs 31 sockets
 
@@ -45,6 +48,34 @@ def test_32_ranks_vote_within_a_file_limit_that_a_full_mesh_exceeds(tmp_path) ->
     for process in ranks:
         process.kill()
     assert codes == [0] * NUM_RANKS and all((tmp_path / f"{rank}").exists() for rank in range(NUM_RANKS))
+
+
+def vote_on_three_hosts(rank: int) -> tuple[list[tuple[str, int]], list[list[bool]]]:
+    """The collectives of one vote with their numbers of ranks, and what each vote gave."""
+    strategy, sent = TensorParallelStrategy(timeout_minutes=1), []
+    places = {"global_rank": rank, "local_rank": rank % 2, "world_size": 6}
+    strategy.cluster_environment = SimpleNamespace(**{name: lambda n=n: n for name, n in places.items()})
+    strategy.make_host_groups(2)
+
+    def recorded(name: str) -> Callable[..., None]:
+        original = getattr(dist, name)
+
+        def record(*arguments, group, **options) -> None:
+            sent.append((name, dist.get_world_size(group)))
+            original(*arguments, group=group, **options)
+
+        return record
+
+    dist.all_reduce, dist.broadcast = recorded("all_reduce"), recorded("broadcast")
+    found = [strategy.any_rank(rank == voter, False) for voter in range(6)]
+    return sent[: len(sent) // 6], found
+
+
+def test_a_vote_of_several_hosts_sends_no_message_through_all_ranks() -> None:
+    for rank, (sent, found) in enumerate(run_ranks(vote_on_three_hosts, 6)):
+        leader = [("all_reduce", 3)] * (rank % 2 == 0)
+        assert sent == [("all_reduce", 2), *leader, ("broadcast", 2)]
+        assert found == [[True, False]] * 6  # whichever rank voted
 
 
 def test_few_ranks_keep_a_full_mesh_and_the_file_limit_is_raised(monkeypatch) -> None:

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import CONF, composed_run
 from entry_points import slurm_task
 from runs import tiny_run
 
 from lmscale.config import Layout, Recompute
 from lmscale.config.layout import ParallelConfig
+from lmscale.data.datamodule import PretrainDataModule
+from lmscale.data.sampler import Blend
 from lmscale.launcher import World
 from lmscale.planner.memory import estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
@@ -174,3 +177,57 @@ def test_a_run_leaves_the_determinism_that_the_environment_asks_for_and_undoes_t
         torch.use_deterministic_algorithms(False)
     job.run = dataclasses.replace(job.run, deterministic=True)
     assert pretrain.build_trainer(job) is True
+
+
+PAPERS_CORPUS = 68_507 * 512 // 29  # sequences of the held-out thirtieth, Table 2
+
+
+@pytest.fixture
+def corpus_of(monkeypatch) -> Callable[..., None]:
+    """Simulates a held-out text whose datasets, of equal weight, have these numbers of sequences."""
+
+    def simulate(*available: int) -> None:
+        def build(run, corpus, batch, num_samples) -> PretrainDataModule:
+            data = object.__new__(PretrainDataModule)
+            data.validation_samples = [range(number) for number in available]
+            data._validation_blend = Blend([1.0] * len(available))
+            data.num_validation_samples = num_samples or sum(available)
+            return data
+
+        monkeypatch.setattr(resolve, "build_data", build)
+
+    return simulate
+
+
+@pytest.mark.parametrize("available", [3, 64, 76_800, PAPERS_CORPUS])
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (CONF / "recipe").glob("*.yaml")))
+def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recipe, available, corpus_of) -> None:
+    corpus_of(available)
+    run = composed_run(f"model={recipe}")
+    trainer, size = run.trainer, run.global_batch_size
+    if trainer.num_validation_samples == "auto":
+        data, number = resolve.resolve_validation(run, None, None, on_gpu=True)
+        most = 3 * size * trainer.validate_every_steps // 20
+        assert number == (None if available <= most else most) and data.num_validation_samples == available
+    else:  # a tiny model, of which a corpus must have as many
+        assert trainer.num_validation_samples == 64 and size * trainer.max_steps < 10_000
+
+
+def test_a_bounded_validation_takes_of_each_dataset_what_its_weight_allows(corpus_of) -> None:
+    run = composed_run("model=gpt_2.5b", "trainer.validate_every_steps=10")  # at most 768 sequences
+    for available, number in (((384, 900), 768), ((383, 900), 766), ((100, 900), 200), ((67, 700), None)):
+        corpus_of(*available)
+        found = resolve.resolve_validation(run, None, None, on_gpu=True)[1]
+        assert found == number, available
+
+
+@pytest.mark.parametrize("keys", [["num_validation_samples=null"], ["num_validation_samples=76801"]])
+def test_a_longer_validation_on_a_gpu_needs_a_higher_share(keys, corpus_of) -> None:
+    corpus_of(PAPERS_CORPUS)
+    run = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in keys))
+    with pytest.raises(ValueError, match="^`trainer.num_validation_samples` must be at most 76,800 with trainer.max_"):
+        resolve.resolve_validation(run, None, None, on_gpu=True)
+    wanted = run.trainer.num_validation_samples
+    assert resolve.resolve_validation(run, None, None, on_gpu=False)[1] == wanted
+    allowed = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in (*keys, "max_validation_share=0.8")))
+    assert resolve.resolve_validation(allowed, None, None, on_gpu=True)[1] == wanted

@@ -13,7 +13,7 @@ from runs import tiny_run
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
-from lmscale.training.announcement import describe_options, warn_of_costly_validation
+from lmscale.training.announcement import describe_bounded_validation, describe_options, warn_of_costly_validation
 from lmscale.training.metrics_file import MetricsFile
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
@@ -42,16 +42,25 @@ def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[
 
 
 def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> None:
-    every = {"trainer__validate_every_steps": 1000, "global_batch_size": 512}
-    run = tiny_run("gpt", tmp_path, **every)
-    line = warn_of_costly_validation(run, 68_507 * 512 // 29)  # the paper's corpus, Table 2
+    every = {"trainer__validate_every_steps": 1000, "trainer__max_steps": 5000, "global_batch_size": 512}
+    every["trainer__max_validation_share"] = 0.05
+    job = SimpleNamespace(run=tiny_run("gpt", tmp_path, **every), num_validation_samples=76_800)
+    line = warn_of_costly_validation(job, 68_507 * 512 // 29)  # the paper's corpus, Table 2
     assert line == (
-        "WARNING: a validation of 1,209,502 sequences takes 79 % of the time that training takes with "
-        "trainer.validate_every_steps=1000; with trainer.num_validation_samples=76800 it takes 5 %\n"
+        "WARNING: `trainer.num_validation_samples` must be at most 76,800 with trainer.max_validation_share=0.05, but "
+        "1,209,502 sequences take 78.7% of the time of the 1,000 training steps between two\n"
     )
-    assert warn_of_costly_validation(run, 76_800) == warn_of_costly_validation(run, 153_600) == ""
-    assert warn_of_costly_validation(run, 153_603).startswith("WARNING: ")
-    assert warn_of_costly_validation(tiny_run("gpt", tmp_path, trainer__validate_every_steps=0), 10**9) == ""
+    assert warn_of_costly_validation(job, 76_800) == describe_bounded_validation(job) == ""
+    assert warn_of_costly_validation(job, 76_801).startswith("WARNING: ")
+    job.run = tiny_run("gpt", tmp_path, **every | {"trainer__validate_every_steps": 0})
+    assert warn_of_costly_validation(job, 10**9) == ""  # only at the start and the end
+    job.run = tiny_run("gpt", tmp_path, **every, trainer__num_validation_samples="auto")
+    assert describe_bounded_validation(job) == (
+        "validation by trainer.num_validation_samples=auto, not of all sequences: 76,800 sequences take 5.0% of the "
+        "time of the 1,000 training steps between two\n"
+    )
+    job.num_validation_samples = None  # the corpus has no more
+    assert describe_bounded_validation(job) == ""
 
 
 @pytest.mark.parametrize(

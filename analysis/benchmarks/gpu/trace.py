@@ -1,5 +1,7 @@
 """Count kernels, launches, graphs and host syncs of a traced training step."""
 
+import statistics
+import time
 import warnings
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -49,12 +51,27 @@ def trace(bench: BenchConfig, path: Path) -> dict:
         ours.step(batches[0], number)
         number += 1
     places = _sync_places(ours, batches[0], number) if device.type == "cuda" else {}
+    times = [_host_and_step_s(ours, batches[0], number + 1 + step, device) for step in range(3)]
+    number += len(times)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as profiler:
         for step in range(number + 1, number + 1 + bench.steps_per_round):
             ours.step(batches[0], step)
     profiler.export_chrome_trace(str(path))
-    return _record(bench, name, profiler, places)
+    record = _record(bench, name, profiler, places)
+    for key, values in zip(("host", "step_untraced"), zip(*times, strict=True), strict=True):
+        record["metrics"][key] = {"value": statistics.median(values), "unit": "s"}
+    return record
+
+
+def _host_and_step_s(ours: Ours, batch: dict, number: int, device: torch.device) -> tuple[float, float]:
+    """Seconds until the host has enqueued a step on an idle device, and until the step is done."""
+    started = time.perf_counter()
+    ours.step(batch, number)
+    enqueued = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return enqueued - started, time.perf_counter() - started
 
 
 def _sync_places(ours: Ours, batch: dict, number: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ from .from_dict import EntryConfig
 from .layout import ParallelConfig
 from .model import ModelConfig, require_positions
 from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
+from .validation import describe_excess
 
 # Keys of a recipe or a fidelity that cost nothing, accepted so that a command line of train.py can be planned.
 _TRAINING_ONLY = ("schedule", "checkpoint", "logger", "loss_reduction", "dropout_seeds", "fidelity")
@@ -85,6 +86,11 @@ class PlanConfig(EntryConfig):
         if self.num_devices is not None:
             rule = f"at most the {self.cluster.num_devices:,} of {self.cluster.name}"
             require(self, "num_devices", rule, self.num_devices <= self.cluster.num_devices)
+        num_samples = self.trainer.num_validation_samples
+        if self.cluster.is_gpu and isinstance(num_samples, int):
+            costly = describe_excess(self.trainer, num_samples, self.global_batch_size)
+            if costly:
+                raise ValueError(costly)
 
     @classmethod
     def from_dict(cls, values: dict) -> "PlanConfig":

@@ -96,7 +96,10 @@ class TrainerConfig(Checked):
         max_steps: length of the run, and by default of the schedule.
         stop_after_steps: stop cleanly, with a checkpoint, once this many steps of the run are done; None: max_steps.
         validate_every_steps: 0 validates only at the start and the end.
-        num_validation_samples: sequences scored each time, always the same; None: all.
+        num_validation_samples: sequences scored each time, always the same; None: all; `auto`: as many as
+            `max_validation_share` allows, or all where the corpus has fewer.
+        max_validation_share: time of a validation over that of the training between two, with a forward pass as a third
+            of a step; above it a run on a GPU is refused, and one on a CPU warned.
         accelerator: `auto`: a GPU if there is one.
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite; those that halve fp16's
             loss scale do not count.
@@ -113,7 +116,8 @@ class TrainerConfig(Checked):
     max_steps: Positive
     stop_after_steps: Positive | None = None
     validate_every_steps: Count = 0
-    num_validation_samples: Positive | None = None
+    num_validation_samples: Literal["auto"] | Positive | None = "auto"
+    max_validation_share: AboveZero = 0.05
     max_skipped_steps: Count = 10
     check_replicas_every_steps: Count = 100
     accelerator: Accelerator = "auto"

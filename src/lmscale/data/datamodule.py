@@ -1,6 +1,7 @@
 """The Lightning data module: the training steps, and every validation sequence once."""
 
 import hashlib
+from bisect import bisect_left
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,7 @@ class PretrainDataModule(L.LightningDataModule):
             make_dataset(prepared, "validation", part, config, seed, number)
             for number, part in enumerate(prepared.parts["validation"])
         ]
+        self._validation_blend = Blend([part.weight for part in prepared.parts["validation"]])
         self._validation = self._order_validation(prepared.parts["validation"], num_validation_samples)
         self.num_validation_samples = len(self._validation)
         self.steps_per_epoch = num_steps
@@ -77,7 +79,7 @@ class PretrainDataModule(L.LightningDataModule):
             which = np.repeat(np.arange(len(parts)), available)
             places = np.concatenate([np.arange(count) for count in available])
         else:
-            blend = Blend([part.weight for part in parts])
+            blend = self._validation_blend
             for part, count, wanted in zip(parts, available, blend.counts(num_samples), strict=True):
                 if wanted > count:
                     of = f" of {part.prefix} ({wanted} by its weight)" if len(parts) > 1 else ""
@@ -87,6 +89,19 @@ class PretrainDataModule(L.LightningDataModule):
                     )
             which, places = blend.assign(0, num_samples)
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
+
+    def at_most(self, num_samples: int) -> int | None:
+        """The most sequences up to a bound of which every dataset has its share by weight; None: all are fewer."""
+        available = [len(samples) for samples in self.validation_samples]
+        if sum(available) <= num_samples:
+            return None
+
+        def is_above(number: int) -> bool:
+            return any(
+                wanted > count for wanted, count in zip(self._validation_blend.counts(number), available, strict=True)
+            )
+
+        return bisect_left(range(num_samples + 1), True, key=is_above) - 1
 
     def train_dataloader(self) -> Loader:
         """The steps after the completed ones; the Trainer ends the epoch."""

@@ -6,6 +6,7 @@ from ..config import Layout, Recompute, TransformerConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
+from ..config.validation import describe_time, most_samples
 from .plan import Plan, describe_padding, describe_shortage, describe_stages
 from .search import (
     Ranking,
@@ -45,6 +46,16 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
         dtype = other
     cluster.peak_flops_per_s(dtype)
     return dataclasses.replace(job, dtype=dtype), notes
+
+
+def describe_validation(question: PlanConfig) -> str:
+    """Describe what each validation of the run costs; of a corpus that is not known, the most that a run may score."""
+    trainer, wanted = question.trainer, question.trainer.num_validation_samples
+    most = most_samples(trainer, question.global_batch_size)
+    limits = {"auto": "auto is at most this", None: "null must be at most this on a GPU"}
+    number = most if wanted in limits else wanted
+    time = describe_time(trainer, number, question.global_batch_size)
+    return f"trainer.num_validation_samples={limits.get(wanted, wanted)}: {time}"
 
 
 def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:

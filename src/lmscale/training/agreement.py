@@ -12,6 +12,8 @@ from ..config import TransformerConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..kernels import Kernels
 from ..models.attention_backend import fastest_backend
+from ..planner.memory import estimate_memory
+from ..planner.workload import Workload
 from .checkpoints.resuming import CHECKPOINTS, agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
 from .resolve import ResolvedRun
 from .runtime.session import RankSession
@@ -46,9 +48,16 @@ class Agreement:
         """The run as its files have it: the configuration as requested, with what was decided in place of `auto`."""
         values = job.run.to_dict()
         values["trainer"] |= {"accelerator": job.accelerator, "num_threads": job.num_threads}
+        values["trainer"]["num_validation_samples"] = job.num_validation_samples
         values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute.value}
         values["optimizer"] |= asdict(self.optimizer)
         return values | {"compile": self.kernels.compiles, "schedule": asdict(self.schedule)}
+
+    def needed_bytes(self, job: ResolvedRun) -> int:
+        """Memory of a rank's tensors, as planned."""
+        machine = {"compiles": self.kernels.compiles, "on_gpu": job.on_gpu}
+        workload = Workload.of(job.run, self.model.attention, **machine)
+        return estimate_memory(replace(workload, config=self.model), job.layout).total
 
 
 def agree(job: ResolvedRun, session: RankSession) -> Agreement:

@@ -7,6 +7,7 @@ import torch
 from ..checkpoint import read_metadata
 from ..config import BatchConfig, Layout, Recompute, TransformerConfig
 from ..config.pretrain import RunConfig
+from ..config.validation import describe_excess, describe_time
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
 from ..planner.search import largest_dp_size
@@ -41,7 +42,7 @@ def announce(
         f"{describe_stages(config, layout, batch)}{describe_options(run, config, layout, agreed.kernels.compiles)}"
         f"kernels: {agreed.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
-        f"{describe_attention_dropout(config)}"
+        f"{describe_attention_dropout(config)}{describe_bounded_validation(job)}"
         f"steps {agreed.step} to {last_step} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {run_dir}",
@@ -140,18 +141,20 @@ def warn_of_slow_type(dtype: str, on_gpu: bool) -> str:
     return f"WARNING: {slow}\n" if slow else ""
 
 
-def warn_of_costly_validation(run: RunConfig, num_samples: int) -> str:
-    """Return a line if validations compute more than a tenth of what the training between them does; otherwise empty.
+def warn_of_costly_validation(job: ResolvedRun, num_samples: int) -> str:
+    """Return a line if validations during training on a CPU take more than `max_validation_share`; otherwise empty.
 
-    A validation has only forward passes, a third of a training step's products.
+    A run on a GPU was refused.
     """
-    between = run.trainer.validate_every_steps
-    steps = num_samples / 3 / run.global_batch_size
-    if steps <= 0.1 * between or not between:
+    trainer = job.run.trainer
+    costly = describe_excess(trainer, num_samples, job.run.global_batch_size)
+    return f"WARNING: {costly}\n" if costly and trainer.validate_every_steps else ""
+
+
+def describe_bounded_validation(job: ResolvedRun) -> str:
+    """Return a line if `num_validation_samples=auto` leaves out a part of the validation text; otherwise empty."""
+    trainer, num_samples = job.run.trainer, job.num_validation_samples
+    if trainer.num_validation_samples != "auto" or num_samples is None:
         return ""
-    fewer = max(1, round(0.05 * between * 3 * run.global_batch_size))
-    return (
-        f"WARNING: a validation of {num_samples:,} sequences takes {100 * steps / between:.0f} % of the time that "
-        f"training takes with trainer.validate_every_steps={between}; with trainer.num_validation_samples={fewer} it "
-        "takes 5 %\n"
-    )
+    time = describe_time(trainer, num_samples, job.run.global_batch_size)
+    return f"validation by trainer.num_validation_samples=auto, not of all sequences: {time}\n"

@@ -19,6 +19,7 @@ from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .resolve import ResolvedRun, build_data
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
+from .runtime.device_memory import check_free_memory
 from .runtime.exit_codes import DONE
 from .runtime.session import RankSession, new_trainer, run_on_this_rank
 
@@ -36,6 +37,8 @@ def pretrain(job: ResolvedRun) -> int:
 def train(job: ResolvedRun, session: RankSession) -> int:
     """Train in a locked run folder, with the process group started; returns the exit code."""
     agreed = agree(job, session)
+    if job.on_gpu:
+        check_free_memory(agreed.needed_bytes(job), session.strategy)
     with preferred_backend(agreed.model.attention):
         return train_as_agreed(job, agreed, session)
 
@@ -44,7 +47,7 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
     """Train from the checkpoint and with the kernels that all ranks have agreed on; returns the exit code."""
     trainer, folder, strategy, started = session.trainer, session.folder, session.strategy, time.time()
     model = build_module(job, agreed, session)
-    data = build_data(job.run, job.corpus, job.batch)
+    data = build_data(job.run, job.corpus, job.batch, job.num_validation_samples)
     if agreed.resumes:
         check_data_digest(agreed.checkpoint, data, strategy)
     metrics, last_step = MetricsFile(folder / METRICS, model.validation_metrics), trainer.max_steps
@@ -54,7 +57,7 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
         warnings = (
             warn_of_slow_type(job.run.precision.dtype, job.on_gpu),
-            warn_of_costly_validation(job.run, data.num_validation_samples),
+            warn_of_costly_validation(job, data.num_validation_samples),
             warn_of_repetition(job.corpus, read),
         )
         print(*warnings, sep="", end="", file=sys.stderr, flush=True)

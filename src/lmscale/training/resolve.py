@@ -13,6 +13,7 @@ from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
 from ..config.pretrain import RunConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
+from ..config.validation import describe_excess, most_samples
 from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
 from ..data.tokenizer import check_tokenizer
@@ -51,12 +52,14 @@ class ResolvedRun(CheckedRun):
 
     Args:
         corpus_hash: of the tokenized training text.
+        num_validation_samples: sequences scored each time; None: all.
         optimizer, schedule: the run's, or with `resume.schedule=keep` the checkpoint's.
     """
 
     batch: BatchConfig
     corpus: PreparedCorpus
     corpus_hash: str
+    num_validation_samples: int | None
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
 
@@ -74,15 +77,21 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
     model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
     batch = run.check_layout(checked.layout, model)
-    corpus_hash = build_data(run, corpus, batch).corpus_hash  # refuses a small corpus before any rank starts
+    data, num_validation = resolve_validation(run, corpus, batch, checked.on_gpu)
     optimizer, schedule = run.optimizer, run.schedule
     if checked.checkpoint is not None:
         from .checkpoints.resuming import check_fit
 
-        optimizer, schedule = check_fit(run, model, corpus_hash, checked.checkpoint)
+        optimizer, schedule = check_fit(run, model, data.corpus_hash, checked.checkpoint)
     decided = vars(checked) | {"model": model, "files": files or {}}
     return ResolvedRun(
-        **decided, batch=batch, corpus=corpus, corpus_hash=corpus_hash, optimizer=optimizer, schedule=schedule
+        **decided,
+        batch=batch,
+        corpus=corpus,
+        corpus_hash=data.corpus_hash,
+        num_validation_samples=num_validation,
+        optimizer=optimizer,
+        schedule=schedule,
     )
 
 
@@ -168,10 +177,27 @@ def check_paths(run: RunConfig, world: World | None) -> None:
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
 
 
-def build_data(run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig) -> Any:
+def resolve_validation(
+    run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig, on_gpu: bool
+) -> tuple[Any, int | None]:
+    """The data of the run and how many sequences are scored each time; None: all.
+
+    Raises:
+        ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
+            much of a GPU's time.
+    """
+    wanted, size = run.trainer.num_validation_samples, run.global_batch_size
+    data = build_data(run, corpus, batch, None if wanted == "auto" else wanted)
+    if wanted == "auto":
+        return data, data.at_most(most_samples(run.trainer, size))
+    if on_gpu and (costly := describe_excess(run.trainer, data.num_validation_samples, size)):
+        raise ValueError(costly)
+    return data, wanted
+
+
+def build_data(run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig, num_validation: int | None) -> Any:
     """The `PretrainDataModule`: the run's samples in their order; see there for errors."""
     from ..data.datamodule import PretrainDataModule  # imports Lightning
 
     trainer, by_length = run.trainer, run.loss_reduction == "token_mean"
-    steps, num_validation = trainer.max_steps, trainer.num_validation_samples
-    return PretrainDataModule(corpus, run.data, batch, run.seed, steps, num_validation, by_length)
+    return PretrainDataModule(corpus, run.data, batch, run.seed, trainer.max_steps, num_validation, by_length)

@@ -18,6 +18,7 @@ from .callbacks.step_report import StepReport
 from .checkpoints.resuming import CHECKPOINTS
 from .metrics_file import MetricsFile
 from .resolve import ResolvedRun
+from .runtime.device_memory import memory_metrics
 from .runtime.exit_codes import DIVERGED, INTERRUPTED
 from .runtime.gpu_settings import device_name, gpu_settings
 from .runtime.interruption import Interruption
@@ -163,6 +164,7 @@ def write_run_record(
             metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
     metrics["steps"] = {"value": steps[1], "unit": "steps"}
+    metrics |= memory_metrics(agreed.needed_bytes(job)) if job.on_gpu else {}
     metrics |= {} if report.counters is None else count_updates(report.counters)
     run_record = new_record(
         name=job.run.name,

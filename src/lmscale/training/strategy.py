@@ -121,6 +121,15 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         )
         if self.root_device.type == "cuda":  # small decisions of the hosts need not wait for the GPUs
             self.control_group = dist.new_group(backend="gloo", timeout=self.collective_timeout)
+        if self.num_nodes > 1 < self.num_processes:
+            self.make_host_groups(self.num_processes)
+
+    def make_host_groups(self, local_size: int) -> None:
+        """Make the groups of `any_rank`, for hosts of `local_size` ranks each."""
+        hosts = [list(range(first, first + local_size)) for first in range(0, self.world_size, local_size)]
+        options = {"backend": "gloo", "timeout": self.collective_timeout}
+        self.host_group, _ = dist.new_subgroups_by_enumeration(hosts, **options)
+        self.leader_group = dist.new_group([ranks[0] for ranks in hosts], **options)
 
     def setup(self, trainer: Any) -> None:
         """Move the shard to its device and, for training, create the optimizer.

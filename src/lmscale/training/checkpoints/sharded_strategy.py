@@ -53,6 +53,8 @@ class ShardedCheckpointStrategy(DDPStrategy):
     parallel: ParallelContext
     writer: CheckpointWriter | None = None
     control_group: dist.ProcessGroup | None = None
+    host_group: dist.ProcessGroup | None = None  # the ranks of this host, if votes are counted per host
+    leader_group: dist.ProcessGroup | None = None  # the first rank of each host
 
     def on_exception(self, exception: BaseException) -> None:
         """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
@@ -64,13 +66,23 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def any_rank(self, *decisions: bool) -> list[bool]:
         """For each decision, whether any rank says yes; the same on all ranks.
 
+        A rank that is gone ends the vote on its host, and the missing leader that of the others.
+
         Communicates:
-            one all-reduce over the world, between the hosts.
+            on one host, an all-reduce over the world. On several, an all-reduce over the ranks of each host, one over
+            the first ranks of the hosts, and a broadcast on each host: gloo sends 2 (P - 1) messages one after the
+            other for an all-reduce over P ranks.
         """
         if self.world_size == 1:
             return list(decisions)
         votes = torch.tensor([int(decision) for decision in decisions])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
+        if self.host_group is None:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
+        else:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.host_group)
+            if self.local_rank == 0:
+                dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.leader_group)
+            dist.broadcast(votes, src=self.global_rank - self.local_rank, group=self.host_group)
         return [bool(vote) for vote in votes.tolist()]
 
     def first_error(self, error: str | None) -> str | None:

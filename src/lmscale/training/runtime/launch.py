@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...launcher import join_ranks, own_run_id, world_from_outside
+from ...launcher import COMPILE_WORKERS, bound_compile_workers, join_ranks, own_run_id, world_from_outside
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
@@ -98,6 +98,8 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Path, sa
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which restarted ranks find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    is_bounded = COMPILE_WORKERS in os.environ
+    bound_compile_workers(config.nproc_per_node)  # the ranks import torch before they could
     interruption = Interruption(_pass_on_to_ranks, _kill_ranks, ctrl_c=saves)
     interruption.install()
     # A rank that is being started cannot handle Ctrl-C yet. It inherits the block, and its entry point removes it. Here
@@ -133,6 +135,8 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Path, sa
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         interruption.restore()
         os.environ.pop(PASSED_ON, None)
+        if not is_bounded:
+            os.environ.pop(COMPILE_WORKERS)  # the next job of a sweep may have other ranks
 
 
 def _reports(log_folder: Path) -> dict[int, dict]:

@@ -22,6 +22,7 @@ from ..checkpoints.resuming import ScheduleDiffersError
 from ..job import Job
 from ..strategy import TensorParallelStrategy
 from .cpu_settings import keep_heap
+from .device_memory import DeviceMemoryError
 from .ending import Ending
 from .exit_codes import USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
@@ -113,7 +114,7 @@ def run_on_this_rank(
 
     Returns:
         the exit code, the same on all ranks; `USER_ERROR`, after one line from rank 0, if a checkpoint, the run
-        folder or shared memory cannot be used.
+        folder or shared memory cannot be used, or a GPU has too little free memory.
 
     Raises:
         LostRank: another rank has died or a collective has failed; this one has printed a line.
@@ -133,7 +134,12 @@ def run_on_this_rank(
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
-    except (CheckpointError, ScheduleDiffersError, SharedMemoryError) as error:  # the same on every rank
+    except (
+        CheckpointError,
+        ScheduleDiffersError,
+        SharedMemoryError,
+        DeviceMemoryError,
+    ) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR

@@ -1,0 +1,61 @@
+"""The memory of a GPU beyond a rank's tensors: what is free once its process groups exist, and what a run has taken."""
+
+import torch
+import torch.distributed as dist
+
+from ...planner.memory import GIB
+from ..strategy import TensorParallelStrategy
+
+
+class DeviceMemoryError(RuntimeError):
+    """A rank's tensors do not fit beside what its GPU already holds."""
+
+
+def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
+    """Refuse a run that does not fit beside the device's contexts, NCCL's buffers and other processes.
+
+    The planner reserves `GPU_RESERVED_GIB` for these; here they are in use, before the model is.
+
+    Args:
+        needed: bytes of the rank's tensors, as planned.
+
+    Raises:
+        DeviceMemoryError: naming the bytes needed, free and in all, of the first such rank; on all ranks.
+
+    Communicates:
+        a barrier in each group of the grid, whose first collective allocates NCCL's buffers; one short text per rank.
+    """
+    parallel = strategy.parallel
+    for group, size in (
+        (parallel.tp_group, parallel.tp_size),
+        (parallel.dp_group, parallel.dp_size),
+        (parallel.pp_group, parallel.pp_size),
+    ):
+        if size > 1:
+            dist.barrier(group)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()  # of an earlier job of this process
+    free, total = torch.cuda.mem_get_info()
+    problem = None
+    if needed > free:
+        problem = (
+            f"the memory a rank needs must be at most what is free on its GPU once its process groups exist, but rank "
+            f"{strategy.global_rank} needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
+            "free; end other processes on this GPU, or see model.recompute, micro_batch_size and parallel.tp_size"
+        )
+    problem = strategy.first_error(problem)
+    if problem is not None:
+        raise DeviceMemoryError(problem)
+
+
+def memory_metrics(needed: int) -> dict[str, dict]:
+    """What the planner counted, and what this rank took, for a record; the context includes other processes."""
+    free, total = torch.cuda.mem_get_info()
+    taken = {
+        "planned": needed,
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "context": total - free - torch.cuda.memory_reserved(),
+        "total": total,
+    }
+    return {f"gpu_memory/{name}": {"value": value, "unit": "bytes"} for name, value in taken.items()}
