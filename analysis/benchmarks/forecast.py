@@ -28,6 +28,7 @@ from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
 from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan
+from lmscale.planner.search import with_busy_device
 from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 
@@ -47,6 +48,7 @@ GOALS = {
     "gpt_8.3b": (8, 8, "bf16", 0.55),
     FLOAT8: (1, 16, "fp8", 640e12 / PEAK),
 }
+HOST_SHARE = 0.4  # of the device's time that the host may take
 OPTIONS = "sequence_parallel", "batch_halves"  # of the layout, with several tensor ranks
 
 
@@ -180,8 +182,20 @@ def binds(plan: Plan) -> dict[str, float]:
     for row in plan.rows:
         kind = "attention core" if row.name == "attention core" else row.bound
         kind = row.phase if row.phase in ("optimizer", "gradients") else kind
-        found[kind] = found.get(kind, 0.0) + row.seconds / plan.time.total
+        if row.seconds:
+            found[kind] = found.get(kind, 0.0) + row.seconds / plan.time.total
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def host(plan: Plan) -> dict[str, float | str]:
+    """Milliseconds of the host and of the device, and what brings the host to `HOST_SHARE` of the device's time."""
+    time = plan.time
+    found = {"host_ms": 1e3 * (time.host + time.host_hidden), "device_ms": 1e3 * (time.total - time.host)}
+    if time.host_share <= HOST_SHARE:
+        return found
+    better = with_busy_device(plan, HOST_SHARE)
+    way_out = f"micro_batch_size={better.job.micro_batch_size}" if better else "no micro-batch that fits"
+    return found | {f"at most {HOST_SHARE:.0%} with": way_out, "host-bound": "yes" if time.host else "no"}
 
 
 def options_of(name: str) -> dict[str, bool]:
@@ -214,14 +228,16 @@ def forecast(card: str = "h200") -> dict:
     found, metrics = rows(card), {}
     for row in found:
         metrics |= metrics_of(row.name, row.plan, traced=not row.prefix)
-    for name in GOALS if card == "h200" else ():
-        metrics |= metrics_of(f"goal {name}/", goal_plan(name, h200(), **options_of(name)))
+    aims = {f"goal {name}": goal_plan(name, h200(), **options_of(name)) for name in (GOALS if card == "h200" else ())}
+    for name, plan in aims.items():
+        metrics |= metrics_of(f"{name}/", plan)
     steps = [metrics.get(f"fp8/{name}/step", {}).get("value") for name in ("ours", "ours_bf16")]
     if all(steps):
         metrics["fp8/ours_bf16/ratio_paired"] = {"value": steps[1] / steps[0], "unit": "their time / ours"}
     config = {
         "cluster": dataclasses.asdict(cluster_of(card)),
         "binds": {row.name.rstrip("/"): binds(row.plan) for row in found},
+        "host": {name: host(plan) for name, plan in ({row.name.rstrip("/"): row.plan for row in found} | aims).items()},
         "goals": goals() if card == "h200" else {},
         "model": "planner/step_time.py; constants: analysis/scaling/records/roofline.json",
     }
@@ -269,6 +285,11 @@ def main() -> int:
         print(f"{name:<52}{entry['value']:>12.4g} {entry['unit']}")
     for name, shares in record["config"]["binds"].items():
         print(f"{name:<34}" + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
+    for name, entries in record["config"]["host"].items():
+        words = (
+            f"{what} {entry:.0f}" if isinstance(entry, float) else f"{what} {entry}" for what, entry in entries.items()
+        )
+        print(f"{name:<34}" + ", ".join(words))
     for name, shares in record["config"]["goals"].items():
         print(f"{name:<16}" + ", ".join(f"{change} {share:.3f}" for change, share in shares.items()))
     write_record(record, path)

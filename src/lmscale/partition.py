@@ -14,6 +14,7 @@ LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,1
 # Each chunk reads and writes the weight's summed gradient, and 1,024 rows are too few tiles for the product that gives
 # the gradient of the rows: 48 for the 132 units of an H200 at h 1,536.
 LOGITS_AT_ONCE_ON_GPU = 4 * LOGITS_AT_ONCE
+UPDATED_AT_ONCE_ON_GPU = 2**26  # elements with bf16 moments, if no compiled kernel updates them
 
 
 @functools.cache

@@ -127,7 +127,7 @@ def cases() -> dict[str, Callable[[], tuple[Callable, Callable, list]]]:
         """A step of the optimizer, number 7, with moments of a type; bf16 ones are rounded stochastically."""
         rates = 1 - 0.9, 1 - 0.999, 1e-3, 1e-5, 1e-8
         step = torch.tensor([0.5, 1.0, 1 - 0.9**7, 1 - 0.999**7, 7.0])
-        place = torch.tensor([12345, 3, 40], dtype=torch.int32)
+        place = torch.stack([keys(31), torch.full((31,), 40, dtype=torch.int32)])
 
         def updated(step: torch.Tensor, place: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             new = [tensor.clone() for tensor in tensors]

@@ -32,25 +32,24 @@ def test_a_step_has_no_host_sync(guard, dtype, moments, layout) -> None:
 
 
 # Bytes per parameter: gradient, master and moments are read, master, moments and half-type weight written. The norm
-# reads the gradient once more.
+# reads the gradient once more; the tables have 4 to 12 bytes per 128 parameters.
 @pytest.mark.parametrize(
     ("dtype", "moments", "layout", "num_bytes"),
     [
         ("bf16", "fp32", ZERO1, 4 + 4 + 8 + 4 + 8 + 2),
         ("fp16", "bf16", CUT, 4 + 4 + 4 + 4 + 4 + 2),
-        ("fp32", "fp32", {}, 4 + 4 + 8 + 4 + 8),
+        ("fp32", "fp32", {"dp_size": 2}, 4 + 4 + 8 + 4 + 8),
     ],
 )
-def test_the_update_of_a_tensor_is_one_kernel_that_moves_every_byte_once(
+def test_the_update_of_all_tensors_is_one_kernel_that_moves_every_byte_once(
     guard, dtype, moments, layout, num_bytes
 ) -> None:
     found = take_steps(guard, dtype=dtype, moments=moments, compiles=True, **layout)
     assert_the_host_never_waits(found)
     assert found["graphs_after_step"][0] == found["graphs_after_step"][1]  # the second step compiles nothing
-    counters, *updates = found["graphs"]
-    assert len(counters) == 3 and {len(calls) for calls in updates} == {1}
-    assert len(updates) <= 4  # of matrices and vectors, as they lie in their buffer
-    assert {found["bytes"][calls[0]] for calls in updates} == {num_bytes}
+    counters, (update,) = found["graphs"]
+    assert len(counters) == 3 and found["bytes"][update] == num_bytes
     assert len(found["cubins"]) == len({call for calls in found["graphs"] for call in calls})
-    assert found["compiled_calls"] == {"advance": 1, "adamw": found["num_updated"]}
-    assert sum(found["eager_launches"].values()) <= 27  # the norm; with ZeRO-1 also the weights from their owners
+    assert found["compiled_calls"] == {"advance": 1, "adamw": 1}
+    # The norm, 5 numbers of each of 2 groups; with ZeRO-1 also the weights from their owners.
+    assert sum(found["eager_launches"].values()) <= 37

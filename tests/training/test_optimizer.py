@@ -1,6 +1,8 @@
 """The optimizer: parameter groups, masters, skipped steps and clipping."""
 
+import time
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -169,10 +171,7 @@ def compiles(request) -> Iterator[bool]:
 @pytest.mark.parametrize(
     ("dtype", "moments", "compiles"),
     [
-        *(
-            pytest.param(*types, "inductor", marks=pytest.mark.slow)
-            for types in (("fp32", "fp32"), ("bf16", "fp32"), ("fp64", "fp32"), ("bf16", "bf16"))
-        ),
+        *(pytest.param(*types, "inductor", marks=pytest.mark.slow) for types in (("bf16", "fp32"), ("bf16", "bf16"))),
         ("bf16", "fp32", "aot_eager"),
         ("bf16", "bf16", None),
     ],
@@ -200,6 +199,29 @@ def test_the_update_is_adamw_of_fp64_within_eight_roundings(dtype, moments, comp
         for param, master in zip(model.parameters(), optimizer.masters, strict=True):
             assert torch.equal(param, master.to(param.dtype))
     assert optimizer.counters.read().num_updates == 3
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_the_host_needs_few_calls_and_little_time_per_parameter(moments) -> None:
+    """One compiled call per parameter took 80 to 110 us of thread time for each; one call for all takes 5 to 7 us."""
+    torch.compiler.reset()
+    config = small_config("gpt", num_layers=20, hidden_size=16)
+    model = build_model(config, ParallelContext(), seed=3, dtype=torch.bfloat16)
+    settings = OptimizerConfig(lr=0.01, moments=moments), PrecisionConfig("bf16")
+    optimizer = MixedPrecisionAdamW(model.named_parameters(), *settings, ParallelContext(), compiles=True)
+    seconds = []
+    with (
+        compiler("aot_eager"),
+        mock.patch.object(optimizer._one_pass, "adamw", wraps=optimizer._one_pass.adamw) as calls,
+    ):
+        for number in range(6):
+            set_gradients(model, optimizer, number)
+            start = time.thread_time()
+            optimizer.reduce_gradients()
+            optimizer.step()
+            seconds.append(time.thread_time() - start)
+    assert calls.call_count <= 4 * 6
+    assert min(seconds) < 30e-6 * len(optimizer.masters)
 
 
 @pytest.mark.slow

@@ -98,7 +98,8 @@ def counter_bits(keys: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Random bits: a hash of (key, row, column).
 
     Shapes:
-        keys int32 [k]; rows int32 [r] and columns int32 [c]: indices; returns int32 [k, r, c].
+        keys int32 [k]; rows int32 [r] and columns int32 [c] or, other ones per key, [k, 1, c]: indices; returns int32
+        [k, r, c].
     """
     row_keys = _mix(keys.unsqueeze(-1) + _codes(rows, _GOLDEN))  # [k, r]
     return _mix(row_keys.unsqueeze(-1) ^ _codes(columns, _COLUMN))

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..config import Layout, Recompute
-from ..partition import rows_at_once
+from ..partition import UPDATED_AT_ONCE_ON_GPU, rows_at_once
 from .params import copied_parameters, distinct_stages, owned_parameters, rank_sizes
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
@@ -49,7 +49,7 @@ class MemoryEstimate:
         first_layer: activations of one layer, and the mask of the embedding: those left when the backward pass reaches
             the first layer.
         gradient_in_flight: gradients of the widest tensors of a layer.
-        update: with bf16 moments on a GPU that no compiled kernel updates, temporaries of the largest parameter.
+        update: with bf16 moments on a GPU that no compiled kernel updates, temporaries of a part.
     """
 
     weights: int
@@ -138,9 +138,10 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     embedding = config.padded_vocab_size // layout.tp_size * h * e if is_first or is_last else 0
     num_kept = min(layout.pp_size - stage, job.num_micro_batches(layout))
     moment = HALF_BYTES if job.half_moments else job.wide_bytes
-    has_buffer = is_half or layout.dp_size > 1
+    has_buffer = job.has_buffer(layout)
     has_copy = has_buffer or not is_first  # the last stage of several has a buffer for the copy
-    widens_whole = job.half_moments and job.on_gpu and not job.compiles
+    is_widened = job.half_moments and job.on_gpu and not job.compiles
+    widened = min(sizes.most_owned, UPDATED_AT_ONCE_ON_GPU) if is_widened else 0
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
@@ -153,7 +154,7 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
         early_gradients=gradients if has_buffer or job.num_micro_batches(layout) > 1 else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(job, layout),
-        update=int(MOMENT_TENSORS_IN_FLIGHT * sizes.largest * FP32_BYTES) if widens_whole else 0,
+        update=int(MOMENT_TENSORS_IN_FLIGHT * widened * FP32_BYTES),
     )
 
 

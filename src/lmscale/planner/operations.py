@@ -17,7 +17,7 @@ from .operation import Operation, product, times
 from .params import owned_parameters, rank_parameters, stage_placements
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
-OPTIMIZER_LAUNCHES = 27  # of the norm and the counters, besides one per parameter
+OPTIMIZER_LAUNCHES = 38  # of the norm, the counters, the groups' rates and the update
 HOST_SYNCS = 0  # per step
 LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
@@ -125,17 +125,17 @@ def _update(job: Workload, layout: Layout, stage: int) -> list[Operation]:
     """The gradient buffer, once per micro-batch, and the optimizer."""
     e, wide, parameters = job.weight_bytes, job.wide_bytes, rank_parameters(job.config, layout, stage)
     n, num_added, found = sum(each.size for each in parameters), job.num_micro_batches(layout) - 1, []
-    if e < FP32_BYTES or layout.cuts_optimizer:
+    if job.has_buffer(layout):
         added = Operation("gradient buffer", "gradients", n * (e + wide), n * wide, len(parameters))
         found.append(dataclasses.replace(added, read=n * e))  # the first micro-batch is copied, the others are added
         if num_added:
             found.append(times(num_added, added))
-    # Of the rank that owns most.
-    by_owner = owned_parameters(job.config, layout, stage)
-    owned, num_owned = max((sum(each.size for each in own), len(own)) for own in by_owner)
-    # Per parameter the norm reads the gradient; one kernel per tensor reads gradient, master and moments, and writes
-    # master, moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
+    owned = max(sum(each.size for each in own) for own in owned_parameters(job.config, layout, stage))
+    # Per parameter the norm reads the gradient; one kernel reads gradient, master and moments, and writes master,
+    # moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`). Without a buffer torch's kernel
+    # does, after the gradient was clipped in place.
+    clips = 0 if job.has_buffer(layout) else wide
     moments = 2 * (HALF_BYTES if job.half_moments else wide)
-    read, written = 3 * wide + moments, wide + moments + (e if e < FP32_BYTES else 0)
-    launches = num_owned + OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
+    read, written = 3 * wide + moments + clips, wide + moments + clips + (e if e < FP32_BYTES else 0)
+    launches = OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
     return [*found, Operation("AdamW", "optimizer", owned * read, owned * written, launches)]

@@ -155,12 +155,10 @@ class RankSizes(NamedTuple):
 
     Args:
         total: of those it owns.
-        largest: of the largest of them.
         most_owned: whose optimizer state a data rank has, at most.
     """
 
     total: int
-    largest: int
     most_owned: int
 
 
@@ -169,8 +167,8 @@ def rank_sizes(config: TransformerConfig, layout: Layout, stage: int = 0) -> Ran
     return _rank_sizes(config, layout if layout.cuts_optimizer else dataclasses.replace(layout, dp_size=1), stage)
 
 
-@lru_cache(maxsize=4096)  # of three numbers each
+@lru_cache(maxsize=4096)  # of two numbers each
 def _rank_sizes(config: TransformerConfig, layout: Layout, stage: int) -> RankSizes:
     sizes = [each.size for each in rank_parameters(config, layout, stage)]
     owned = owned_parameters(config, layout, stage)
-    return RankSizes(sum(sizes), max(sizes), max(sum(each.size for each in owner) for owner in owned))
+    return RankSizes(sum(sizes), max(sum(each.size for each in owner) for owner in owned))

@@ -59,6 +59,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     """A table of one plan, for the terminal."""
     cluster, time = plan.cluster, plan.time
     of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    of_host = f" of {(time.host + time.host_hidden) * 1e3:,.1f} ms"
     not_measured = " all: what the backward pass hides was not measured" if plan.layout.dp_size > 1 else ""
     stages = [("messages between stages", time.pipeline, ""), ("idle, waiting for other stages", time.idle, "")]
     stages = stages if plan.layout.pp_size > 1 else []
@@ -70,6 +71,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         *stages,
         ("data-parallel messages, not hidden", time.data, not_measured),
         ("optimizer", time.optimizer, ""),
+        *([("waiting for the host", time.host, of_host)] if plan.job.on_gpu else []),
         ("step", time.total, ""),
     )
     energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"

@@ -10,6 +10,7 @@ from ..config.validation import describe_time, most_samples
 from .plan import Plan, describe_padding, describe_shortage, describe_stages
 from .search import (
     Ranking,
+    describe_host,
     describe_limits,
     divides,
     divisors,
@@ -94,7 +95,7 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             f"with model.recompute={plan.recompute.value} {describe_shortage(plan)}: "
             f"planned with model.recompute={fitting.recompute.value}"
         )
-    return fitting, notes
+    return fitting, notes + describe_host(fitting)
 
 
 def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
@@ -126,7 +127,8 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
     if unused:
         words = " and ".join(f"parallel.{name}={getattr(question.parallel, name)}" for name in unused)
         notes.append(f"{words} did not restrict the search, which compares every size")
-    return ranking, notes + describe_padding(best) + describe_stages(best) + describe_limits(best, options)
+    notes += describe_padding(best) + describe_stages(best) + describe_host(best)
+    return ranking, notes + describe_limits(best, options)
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:

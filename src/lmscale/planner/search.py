@@ -259,6 +259,36 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
     )
 
 
+def with_busy_device(plan: Plan, most: float = 1.0) -> Plan | None:
+    """The plan with the smallest micro-batch, doubled once at least, at which the host's time is at most a share of the
+    device's. The batch is rounded up to whole micro-batches. None: memory does not allow one.
+    """
+    size, share = plan.job.micro_batch_size, -(-plan.job.global_batch_size // plan.layout.dp_size)
+    while plan.missing_bytes <= 0:
+        size *= 2
+        batch = plan.layout.dp_size * size * -(-share // size)
+        plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job.change(size), global_batch_size=batch))
+        if plan.time.host_share <= most and plan.missing_bytes <= 0:
+            return plan
+    return None
+
+
+def describe_host(plan: Plan) -> list[str]:
+    """Describe a step for which the device waits for its host, and the micro-batch that ends it; nothing otherwise."""
+    time = plan.time
+    if not time.host:
+        return []
+    better = with_busy_device(plan)
+    way_out = "no larger micro-batch fits"
+    if better is not None:
+        batch = better.job.global_batch_size
+        larger = f" global_batch_size={batch}" * (batch != plan.job.global_batch_size)
+        way_out = f"it is not with micro_batch_size={better.job.micro_batch_size}{larger}"
+    host, device = time.host + time.host_hidden, time.total - time.host
+    words = f"the host takes {host * 1e3:,.0f} ms to launch a step that takes the device {device * 1e3:,.0f} ms"
+    return [f"host-bound: {words}; {way_out}"]
+
+
 def describe_limits(best: Plan, options: Layout) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
     job, cluster, num_devices, limits, faster = best.job, best.cluster, best.num_devices, [], []

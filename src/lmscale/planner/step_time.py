@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..config import Layout
 from ..config.cluster import Cluster
 from .communication import Collective, step_collectives
+from .host import host_s
 from .memory import keeps_scores
 from .operation import Operation
 from .operations import step_operations
@@ -27,7 +28,7 @@ class Row:
         flops, read, written: of matrix products; bytes.
         seconds: launches included; of messages only what nothing hides.
         launch_s: seconds between the kernels.
-        hidden: seconds of messages behind computation.
+        hidden: seconds of messages behind computation, or of the host behind the device.
         latency: seconds of messages that do not depend on their size, hidden or not.
     """
 
@@ -46,11 +47,11 @@ class Row:
 
     @property
     def bound(self) -> str:
-        """What its time is: `messages`, `launches`, `products`, `bytes` or `other stages`."""
+        """What its time is: `messages`, `launches`, `products`, `bytes`, `other stages` or `host`."""
         if self.part in ("tensor", "pipeline", "data"):
             return "messages"
-        if self.part == "idle":
-            return "other stages"
+        if self.part in ("idle", "host"):
+            return "other stages" if self.part == "idle" else "host"
         if 2 * self.launch_s > self.seconds:
             return "launches"
         return "products" if self.flops else "bytes"
@@ -69,6 +70,8 @@ class StepTime:
         idle: waiting for other stages, p - 1 of m + p - 1 micro-batches.
         data: messages of the data group: the sum of the gradients, with ZeRO stage 1 also the broadcast of weights.
         optimizer: AdamW.
+        host: waiting for the host, which launches the kernels; on a GPU.
+        host_hidden: the rest of the host's time, behind the device's; no part of `total`.
         tensor_hidden: the rest of the tensor group's messages, behind computation; no part of `total`.
         latency: the part of all messages that does not depend on their size.
     """
@@ -81,6 +84,8 @@ class StepTime:
     idle: float
     data: float
     optimizer: float
+    host: float
+    host_hidden: float
     tensor_hidden: float
     latency: float
 
@@ -91,7 +96,7 @@ class StepTime:
         for row in rows:
             seconds[row.part] += row.seconds - row.launch_s
             seconds["overhead"] += row.launch_s
-            seconds["tensor_hidden"] += row.hidden
+            seconds["host_hidden" if row.part == "host" else "tensor_hidden"] += row.hidden
             seconds["latency"] += row.latency
         return cls(**seconds)
 
@@ -103,7 +108,12 @@ class StepTime:
     @property
     def total(self) -> float:
         """Everything that the rank does or waits for."""
-        return self.compute + self.tensor + self.pipeline + self.idle + self.data + self.optimizer
+        return self.compute + self.tensor + self.pipeline + self.idle + self.data + self.optimizer + self.host
+
+    @property
+    def host_share(self) -> float:
+        """Time of the host over that of the device; above 1 the step is host-bound."""
+        return (self.host + self.host_hidden) / (self.total - self.host)
 
     @property
     def messages(self) -> float:
@@ -133,20 +143,26 @@ class StepTime:
 def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[Row]:
     """Every operation and message of one rank in one optimizer step of this project's code, of the slowest stage.
 
-    It is idle while the other stages compute their first and last micro-batches, each as long as its own.
+    It is idle while the other stages compute their first and last micro-batches, each as long as its own. A GPU and its
+    host work at the same time, so a step takes as long as the slower of both.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
     """
     if keeps_scores(job):
         job = dataclasses.replace(job, config=dataclasses.replace(job.config, attention="exact"))
-    stages = (_stage_rows(job, layout, stage, cluster) for stage in distinct_stages(job.config, layout))
-    rows = max(stages, key=lambda rows: StepTime.of(rows).total)
-    if layout.pp_size == 1:
+    stages = {stage: _stage_rows(job, layout, stage, cluster) for stage in distinct_stages(job.config, layout)}
+    slowest = max(stages, key=lambda stage: StepTime.of(stages[stage]).total)
+    rows = stages[slowest]
+    if layout.pp_size > 1:
+        micro_batches = sum(row.seconds for row in rows if row.phase in ("forward", "backward", "recomputation"))
+        idle = (layout.pp_size - 1) / job.num_micro_batches(layout) * micro_batches
+        rows = [*rows, Row("idle", "forward", "idle", 1, 0, 0, 0, 0, idle)]
+    if not job.on_gpu:
         return rows
-    micro_batches = sum(row.seconds for row in rows if row.phase in ("forward", "backward", "recomputation"))
-    idle = (layout.pp_size - 1) / job.num_micro_batches(layout) * micro_batches
-    return [*rows, Row("idle", "forward", "idle", 1, 0, 0, 0, 0, idle)]
+    host, device = host_s(job, layout, slowest), sum(row.seconds for row in rows)
+    waits = max(0.0, host - device)
+    return [*rows, Row("waiting for the host", "step", "host", 1, 0, 0, 0, 0, waits, hidden=host - waits)]
 
 
 def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> list[Row]:

@@ -1,5 +1,6 @@
 """The gradients of a rank's parameters in one flat buffer, summed in fp32 over micro-batches and data ranks."""
 
+import math
 from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from ...parallel import ParallelContext, begin_sum_over_data_ranks, broadcast_fr
 from ...partition import assign_owners, buffer_pieces
 
 ALIGNED = 8  # elements: 16 bytes of a half type
+ROW_ELEMENTS = 1024  # at most, see `width`
 
 
 class _Piece(NamedTuple):
@@ -23,26 +25,27 @@ class _Piece(NamedTuple):
     first: int
 
 
-def needs_buffer(dtype: torch.dtype, context: ParallelContext) -> bool:
+def needs_buffer(dtype: torch.dtype, context: ParallelContext, rounds: bool = False) -> bool:
     """Whether the gradients are summed in a `GradientBuffer`; otherwise autograd adds them to those of the parameters.
 
-    Half types would lose small gradients in sums of their own type; several data ranks reduce the buffer in pieces.
+    Half types would lose small gradients in sums of their own type; several data ranks reduce the buffer in pieces;
+    moments that are rounded (bf16) are updated by `OnePass`.
     """
-    return dtype in (torch.float16, torch.bfloat16) or context.dp_size > 1 or context.zero1
+    return dtype in (torch.float16, torch.bfloat16) or context.dp_size > 1 or context.zero1 or rounds
 
 
 class GradientBuffer:
     """One flat buffer that accumulates the gradients during the backward pass, in fp32 at least.
 
-    Over 512 micro-batches a sum in bf16 loses 12 % of its norm; here each micro-batch is added in fp32. With
-    `context.zero1` the buffer is ordered by the data ranks that own the parameters. Each part is then summed into its
-    owner alone, and the owners broadcast the updated parameters, which are in a second buffer in the same order.
+    Over 512 micro-batches a sum in bf16 loses 12 % of its norm; here each micro-batch is added in fp32. The parameters
+    move to a second buffer in the same order. With `context.zero1` this is ordered by the data ranks that own the
+    parameters; each part is then summed into its owner alone, and the owners broadcast the updated parameters.
 
     The backward pass runs from the last parameter to the first, and the buffer (each owner's part of it) has that
-    order, but for tensors of odd sizes, which come last in it: kernels read 16 bytes at once from addresses that are
-    multiples of 16. In the last backward pass of a step, announced by `start_grad_sync`, a piece is
-    sent as soon as all parameters from its first on have their gradient. All data ranks thus send the pieces in the
-    same order, whatever the order in which their gradients are ready.
+    order, but for tensors that are not whole rows of `width`, which come last in it. Those of odd sizes are at the very
+    end: kernels read 16 bytes at once from addresses that are multiples of 16. In the last backward pass of a step,
+    announced by `start_grad_sync`, a piece is sent as soon as all parameters from its first on have their gradient. All
+    data ranks thus send the pieces in the same order, whatever the order in which their gradients are ready.
 
     Args:
         parameters: in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
@@ -52,6 +55,9 @@ class GradientBuffer:
         flat: the gradients.
         views: the gradient of each parameter, as a view.
         owners: the data rank that owns each parameter with `zero1`; otherwise None: every rank updates all.
+        own: the part of the buffer that this rank updates.
+        weights: the parameters, in the same order.
+        width: elements of a row, a power of two that divides the rows of all matrices.
     """
 
     def __init__(
@@ -61,7 +67,10 @@ class GradientBuffer:
         sizes = [param.numel() for param in parameters]
         self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
         owners = self.owners or [0] * len(sizes)
-        order = sorted(reversed(range(len(sizes))), key=lambda index: (owners[index], sizes[index] % ALIGNED != 0))
+        self.width = math.gcd(ROW_ELEMENTS, *(param.shape[-1] for param in parameters if param.ndim > 1))
+
+        order = reversed(range(len(sizes)))
+        order = sorted(order, key=lambda i: (owners[i], sizes[i] % self.width != 0, sizes[i] % ALIGNED != 0))
         starts, self._parts, end = [0] * len(sizes), [], 0
         for owner in range(context.dp_size if self.owners else 1):
             first = end = end + -end % ALIGNED
@@ -76,11 +85,10 @@ class GradientBuffer:
         self._has_gradient = [False] * len(parameters)
         for index, param in enumerate(parameters):
             param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
-        self.weights: Tensor | None = None
-        if self.owners:
-            self.weights = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
-            for i, param in zip(starts, parameters, strict=True):
-                param.data = self.weights[i : i + param.numel()].view_as(param).copy_(param.detach())
+        self.own = self._parts[context.dp_rank if self.owners else 0]
+        self.weights = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
+        for i, param in zip(starts, parameters, strict=True):
+            param.data = self.weights[i : i + param.numel()].view_as(param).copy_(param.detach())
         ends = [starts[index] + sizes[index] for index in order]
         self._pieces = self._cut(order, ends) if context.dp_size > 1 else []
         self._start_over()
@@ -123,6 +131,11 @@ class GradientBuffer:
                 break
             self._begun.append(begin_sum_over_data_ranks(piece.values, self.context, piece.owner))
 
+    def own_views(self, flat: Tensor) -> list[Tensor]:
+        """The parameters that this rank updates, in the model's order, as views of a tensor like `own`."""
+        starts = ((view, view.storage_offset() - self.own.start) for view in self.views)
+        return [flat[i : i + view.numel()].view_as(view) for view, i in starts if 0 <= i < len(flat)]
+
     def clear(self) -> None:
         """Zero the gradients."""
         self._has_gradient = [False] * len(self.views)
@@ -162,5 +175,5 @@ class GradientBuffer:
         Communicates:
             over the data group, a broadcast from each data rank of the parameters it owns, N numbers in total.
         """
-        if self.weights is not None:
+        if self.owners:
             broadcast_from_data_ranks([self.weights[part] for part in self._parts], self.context)

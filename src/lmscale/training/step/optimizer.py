@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...config.training import OptimizerConfig, PrecisionConfig
 from ...parallel import ParallelContext, global_gradient_norm, sync_replicated_gradients
 from ...parallel.pipeline import add_to_owner, copy_from_owner, gather_from_stages
-from .adamw import OnePass, place_of, update_by_torch
+from .adamw import OnePass, update_by_torch
 from .counters import DeviceCounters
 from .gradient_buffer import GradientBuffer, needs_buffer
 from .optimizer_state import MOMENTS, OptimizerState
@@ -28,11 +28,11 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
     Norm, overflow, clipping, loss scale and counters stay on the device: `step` has no host synchronization.
 
     Args:
-        named_parameters: (name, parameter) of the rank's model; with `context.zero1` their storage moves.
+        named_parameters: (name, parameter) of the rank's model; with a buffer their storage moves.
         config, precision: see `config.training`.
         context: gives the groups for norm, overflow and sums.
-        compiles: torch.compile fuses the update of a parameter into one kernel, which differs from torch's AdamW in the
-            last bits.
+        compiles: where there is a buffer, one compiled kernel updates all parameters; it differs from torch's AdamW in
+            the last bits.
 
     Attributes:
         all_names: names of all parameters of the model.
@@ -65,27 +65,34 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
             self.copy_buffer = GradientBuffer([self.tied], ParallelContext())
         first = next(iter(parameters.values()))
         self.holds_masters = first.dtype in (torch.float16, torch.bfloat16)
-        self.context = context
+        self.context, self.device = context, first.device
         self.buffer: GradientBuffer | None = None
         self.owners: dict[str, int] | None = None
-        gradients: dict[str, Tensor | None] = dict.fromkeys(parameters)
-        if needs_buffer(first.dtype, context):
+        rounds = config.moments == "bf16"
+        accumulation_dtype = torch.promote_types(first.dtype, torch.float32)
+        moments_dtype = torch.bfloat16 if rounds else accumulation_dtype
+        self.dtypes = {"model": accumulation_dtype} | dict.fromkeys(MOMENTS, moments_dtype)
+        if needs_buffer(first.dtype, context, rounds):
             self.buffer = GradientBuffer(list(parameters.values()), context, held=self.tied)
-            gradients = dict(zip(parameters, self.buffer.views, strict=True))
             if self.buffer.owners is not None:
                 self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
-        self._tied_gradient = next((gradients[name] for name, p in parameters.items() if p is self.tied), None)
-        if self.copy_buffer is not None:
-            self._tied_gradient = self.copy_buffer.views[0]
+        views = [None] * len(parameters) if self.buffer is None else self.buffer.views
+        tied = (view for view, param in zip(views, parameters.values(), strict=True) if param is self.tied)
+        self._tied_gradient = next(tied, None) if self.copy_buffer is None else self.copy_buffer.views[0]
         self.all_names = [name for names in gather_from_stages(list(parameters), context) for name in names]
         self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
         self.model_parameters = [parameters[name] for name in self.names]
-        self.masters = [_master(parameters[name], gradients[name]) for name in self.names]
+        if self.buffer is None:
+            self.masters = self.model_parameters
+            moments = [[torch.zeros_like(m, dtype=moments_dtype) for m in self.masters] for _ in MOMENTS]
+        else:
+            weights, gradients = (flat[self.buffer.own] for flat in (self.buffer.weights, self.buffer.flat))
+            masters = weights.to(accumulation_dtype)
+            flat = [masters, gradients, *(torch.zeros_like(masters, dtype=moments_dtype) for _ in MOMENTS)]
+            self.masters, gradients, *moments = (self.buffer.own_views(each) for each in flat)
+            for param, master, gradient in zip(self.model_parameters, self.masters, gradients, strict=True):
+                master.shard, master.grad = param.shard, gradient
         self.weights = dict(zip(self.masters, self.model_parameters, strict=True)) if self.holds_masters else {}
-        self.device = first.device
-        accumulation_dtype = torch.promote_types(first.dtype, torch.float32)
-        moments_dtype = torch.bfloat16 if config.moments == "bf16" else accumulation_dtype
-        self.dtypes = {"model": accumulation_dtype} | dict.fromkeys(MOMENTS, moments_dtype)
         self.max_grad_norm = config.max_grad_norm
         betas = (config.beta1, config.beta2)
         self.counters = DeviceCounters(precision, betas, self.device)
@@ -106,12 +113,14 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
             ],
             {"lr": config.lr, "betas": betas},
         )
-        for name, master in zip(self.names, self.masters, strict=True):
-            self.state[master] = {kind: torch.zeros_like(master, dtype=moments_dtype) for kind in MOMENTS}
-            if config.moments == "bf16":
-                self.state[master]["place"] = place_of(name, master, context.tp_rank)
+        for master, *values in zip(self.masters, *moments, strict=True):
+            self.state[master] = dict(zip(MOMENTS, values, strict=True))
         self._advance = torch.compile(self.counters.advance) if compiles else self.counters.advance
-        self._update = OnePass(compiles) if compiles or config.moments == "bf16" else update_by_torch
+        self._one_pass: OnePass | None = None
+        if self.buffer is not None and (compiles or rounds):
+            tensors = [weights if self.holds_masters else None, *flat]
+            names, tp_rank = dict(zip(self.masters, self.names, strict=True)), context.tp_rank if rounds else None
+            self._one_pass = OnePass(tensors, self.param_groups, names, self.buffer.width, tp_rank, compiles)
 
     def start_grad_sync(self) -> None:
         """Reduce the gradients during the next backward pass, the last of the step (`GradientBuffer`)."""
@@ -156,19 +165,13 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
             self.buffer.complete()
         norm = global_gradient_norm(self.masters, self.context, self.device)
         step = self._advance(norm, self.max_grad_norm, self.dtypes["model"])
-        for group in self.param_groups:
-            self._update(group, self.state, self.weights, step)
+        if self._one_pass is not None:
+            self._one_pass(self.param_groups, step)
+        else:
+            for group in self.param_groups:
+                update_by_torch(group, self.state, self.weights, step)
         if self.buffer is not None:
             self.buffer.share_weights()
         if self.tied is not None:
             copy_from_owner(self.tied.detach(), self.context)
         self.counters.publish()
-
-
-def _master(param: nn.Parameter, gradient: Tensor | None) -> Tensor:
-    """The tensor that AdamW updates: the parameter, or with a buffer a master whose gradient is in the buffer."""
-    if gradient is None:
-        return param
-    master = param.detach().to(gradient.dtype)  # shares the parameter's storage if the type is the same
-    master.shard, master.grad = param.shard, gradient
-    return master
