@@ -67,5 +67,5 @@ def _synced_over_data_ranks(rank: int) -> tuple[list[float], list[float]]:
 
 def test_data_ranks_take_the_same_sum_of_partial_gradients() -> None:
     added, first = [4.0] * 4, [1.5] * 4  # of both tensor ranks, of the first
-    other = [1.5 * (1 + torch.finfo(torch.float32).eps)] * 4
+    other = (torch.full((4,), 1.5) * (1 + torch.finfo(torch.float32).eps)).tolist()
     assert run_ranks(_synced_over_data_ranks, 4) == [(added, first), (added, first), (added, other), (added, other)]
