@@ -1,8 +1,10 @@
 """House style of all figures: 1,600 pixels wide, the finding as title, a colour-blind palette, a white ground."""
 
 import textwrap
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -13,6 +15,22 @@ TITLE_WIDTH = 85  # characters
 BLUE, ORANGE = "#0173b2", "#ad5f00"  # of seaborn's colour-blind palette; the orange is darker, to be legible as text
 GREY = "#6b7683"
 PALETTE = {"paper": GREY, "ours": BLUE}
+
+
+def figure_argument(text: str) -> Path:
+    """The path of a figure from a command line; its folder is made.
+
+    Raises:
+        argparse.ArgumentTypeError: a suffix that matplotlib cannot write, or a folder that cannot be made.
+    """
+    path, known = Path(text), sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix[1:] not in known:
+        raise ArgumentTypeError(f"must end in one of {', '.join(known)}, but is {text}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentTypeError(f"must be in a folder that can be made, but {text}: {error.strerror}") from None
+    return path
 
 
 @contextmanager

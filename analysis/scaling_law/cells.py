@@ -1,6 +1,7 @@
 """One run of a scaling sweep as one row: its parametrization, size, tokens, rate and seed, and the loss it reached."""
 
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,13 @@ from lmscale.results import read_record, validation_set
 ARM = ["family", "norm_order", "qk_norm", "parametrization"]
 SIZE = ["num_layers", "hidden_size"]
 KEPT = ("name", "model", "data", "tokenizer", "optimizer", "schedule", "trainer", "precision", "global_batch_size")
+_MODEL = (
+    "num_layers hidden_size num_attention_heads ffn_hidden_size parametrization norm_order qk_norm layer_norm_eps gelu"
+)
 VARIED = {  # keys that may differ between the runs of one study
-    "model": (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "ffn_hidden_size",
-        "parametrization",
-        "norm_order",
-        "qk_norm",
-    )
-    + ("layer_norm_eps", "gelu", "architecture", "base_hidden_size", "base_num_layers", "base_head_size"),
+    "model": (*_MODEL.split(), "architecture", "base_hidden_size", "base_num_layers", "base_head_size"),
     "optimizer": ("lr",),
-    "schedule": ("decay_steps", "warmup_steps", "min_lr"),
+    "schedule": ("decay_steps", "warmup_steps", "cooldown_steps", "min_lr"),
     "trainer": ("max_steps", "validate_every_steps", "num_threads", "progress_bar", "stop_after_steps", "profiler"),
 }
 
@@ -37,18 +32,21 @@ def describe_run(folder: Path) -> dict[str, Any]:
     """What a study keeps of a finished run's record.
 
     Raises:
-        ValueError: it is not the record of a pretraining.
+        ValueError: it is not the record of a pretraining, or of one that was stopped before its last step.
     """
     record = read_record(folder / "record.json")
     try:
         config, metrics = record["config"], record["metrics"]
         kept = {name: config[name] for name in KEPT} | {"validation_set": validation_set(record)}
         loss = metrics.get("val/lm_loss", metrics["val/loss"])  # a GPT has one term
+        done, wanted = metrics["steps"]["value"], config["trainer"]["max_steps"]
         found = {"loss": loss, "steps": metrics["steps"], "train_time": metrics["train_time"]}
         if "val/unigram_cross_entropy" in metrics:  # of GPT
             found["unigram"] = metrics["val/unigram_cross_entropy"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'record.json'} must be the record of a pretraining, but has no {error}") from None
+    if done < wanted:
+        raise ValueError(f"a run must have ended, but {folder} was stopped after {done} of {wanted} steps")
     same = ("record_version", "name", "command", "seed", "started", "finished", "layout", "environment")
     return {key: record[key] for key in same} | {"kind": "scaled_down", "metrics": found, "config": kept}
 
@@ -65,6 +63,9 @@ def read_runs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
             here = read_lines(path)
         else:
             folders = [file.parent for file in sorted(path.resolve().rglob("record.json"))]
+            for file in sorted(path.resolve().rglob("metrics.csv")):
+                if file.parent not in folders:
+                    print(f"left out: {file.parent} has no record.json yet", file=sys.stderr)
             here = {each.relative_to(path.resolve().parent).as_posix(): describe_run(each) for each in folders}
         if not here:
             raise ValueError(f"a path must be a file of records or hold finished runs, but {path} has none")
@@ -83,7 +84,7 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
         parameters, without_embeddings; flops of the training, by the paper's formula; train_time (s).
 
     Raises:
-        ValueError: the runs differ in a setting that no scaling study varies.
+        ValueError: the runs differ in a setting that no scaling study varies, or two differ in nothing.
     """
     rows, first = {}, {}
     for name, run in runs.items():
@@ -122,4 +123,15 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
             "flops": steps * model_flops_per_step(model, length, batch),
             "train_time": run["metrics"]["train_time"]["value"],
         }
-    return pd.DataFrame.from_dict(rows, orient="index")
+    cells = pd.DataFrame.from_dict(rows, orient="index")
+    twice = cells[cells.duplicated([*ARM, *SIZE, "tokens", "lr", "seed"], keep=False)]
+    if len(twice):
+        raise ValueError(
+            f"two runs must differ in size, rate or seed, but {twice.index[0]} and {twice.index[1]} do not"
+        )
+    return cells
+
+
+def mean_losses(runs: pd.DataFrame) -> pd.Series:
+    """Mean loss over the seeds by rate; inf where the loss of one is not finite."""
+    return runs["loss"].fillna(math.inf).groupby(runs["lr"]).mean()

@@ -20,9 +20,10 @@ import pandas as pd
 from scipy import stats
 
 from analysis.norm_order.decide import LEVEL, holm
+from analysis.report.style import figure_argument
 from analysis.scaling_law import law
-from analysis.scaling_law.cells import ARM, SIZE, read_runs, tabulate
-from analysis.scaling_law.figure import draw_rates
+from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
+from analysis.scaling_law.figure import check_one_panel, draw_rates
 from analysis.scaling_law.run import RECORDS, is_complete, read_groups
 from analysis.scaling_law.transfer import CONDITION, pooled, shifts, transfer
 from lmscale.results import new_record, write_record
@@ -74,11 +75,11 @@ def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
 
 
 def at_best_rate(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs at the rate of the lowest mean loss; none if several rates have run and that one is at an end."""
-    means = runs.groupby("lr")["loss"].mean()
+    """The runs at the rate of the lowest mean loss; none if that is not finite, or of several rates is at an end."""
+    means = mean_losses(runs)
     best = means.idxmin()
     at_end = len(means) > 1 and best in (means.index[0], means.index[-1])
-    return runs[(runs["lr"] == best) & runs["loss"].notna() & (not at_end)]
+    return runs[(runs["lr"] == best) & math.isfinite(means[best]) & (not at_end)]
 
 
 def sensitivity(cells: pd.DataFrame) -> pd.Series:
@@ -120,7 +121,7 @@ def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, 
             )
             error = spread / math.sqrt(len(scaled))
             p[0] = stats.t.cdf(standard.mean() / error, freedom)
-            p[1] = max(stats.t.cdf((abs(scaled.mean()) - WITHIN) / error, freedom), 0.0)
+            p[1] = stats.t.cdf((abs(scaled.mean()) - WITHIN) / error, freedom)
             p[2] = stats.ttest_1samp(standard.abs() - scaled.abs(), 0.0, alternative="greater").pvalue
         what = f"from width 64 to {size[1]}" if group == "width" else f"from 4 to {size[0]} layers"
         claims = (
@@ -157,11 +158,13 @@ def main() -> int:
     """Print the tables; for the study also decide its tests and write its summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, help="folders of runs and files of records; none: the study")
-    parser.add_argument("--figure", type=Path, help="of the loss over the rate, for runs of one family and placement")
+    parser.add_argument("--figure", type=figure_argument, help="of the loss over the rate, of one family and placement")
     options = parser.parse_args()
     try:
         runs = read_runs(options.paths or [RECORDS])
         cells = tabulate(runs)
+        if options.figure is not None:
+            check_one_panel(cells)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -173,7 +176,8 @@ def main() -> int:
         ("Mean loss above the best, over rates from 1/8 to 8 times the best", sensitivity(cells).to_frame()),
         ("L = E + A N^-alpha + B D^-beta", laws(cells, NUM_RESAMPLES)),
     ):
-        print(f"\n{title}\n{table.to_string(float_format='{:.3f}'.format) if len(table) else 'too few runs'}")
+        shown = table.to_string(float_format="{:.3f}".format, na_rep="at an end") if len(table) else "too few runs"
+        print(f"\n{title}\n{shown}")
     if options.figure is not None:
         draw_rates(cells, "Validation loss over the peak learning rate").savefig(options.figure)
         print(f"\nfigure: {options.figure}")

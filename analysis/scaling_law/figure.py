@@ -9,9 +9,23 @@ from matplotlib.figure import Figure
 
 from analysis.report.style import GREY, house_style, page_figure
 
+from .cells import mean_losses
 from .law import Surface
 
 WIDTH, DEPTH = "hidden_size", "num_layers"
+
+
+def check_one_panel(cells: pd.DataFrame) -> None:
+    """Refuse runs that `draw_rates` cannot tell apart.
+
+    Raises:
+        ValueError: they are of several families, placements or numbers of tokens, or of one size.
+    """
+    for name in ("family", "norm_order", "qk_norm", "tokens"):
+        if len(found := cells[name].unique()) > 1:
+            raise ValueError(f"`--figure` needs runs of one {name}, but they have {', '.join(map(str, found))}")
+    if len(cells["parameters"].unique()) == 1:
+        raise ValueError("`--figure` needs runs of two sizes at least, but they have one")
 
 
 def draw_rates(cells: pd.DataFrame, title: str) -> Figure:
@@ -53,7 +67,7 @@ def draw_sensitivity(cells: pd.DataFrame, title: str) -> Figure:
 def _draw_lines(axis: Axes, lines: dict[object, pd.DataFrame], title: str) -> None:
     colors = [colormaps["viridis"](0.75 - 0.75 * i / max(len(lines) - 1, 1)) for i in range(len(lines))]
     for (label, runs), color in zip(lines.items(), colors, strict=True):
-        means = runs.groupby("lr")["loss"].mean()
+        means = mean_losses(runs)
         axis.plot(means.index, means, color=color, linewidth=1.2, label=str(label))
         axis.plot(runs["lr"], runs["loss"], "o", color=color, markersize=3, alpha=0.7)
     axis.set(xscale="log", xlabel="peak learning rate")

@@ -121,6 +121,9 @@ def main() -> int:
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "scaling", help="run folders")
     parser.add_argument("--records", type=Path, default=RECORDS, help="file of the cells' records")
     options = parser.parse_args()
+    named = {"name", RATE, SEED, "model.parametrization", "model.hidden_size", *DEFAULTS}
+    if taken := named & {word.partition("=")[0] for word in options.overrides}:
+        parser.error(f"{min(taken)} must be set in cells.yaml, because the names of the cells have it")
     if options.overrides and options.records == RECORDS:
         parser.error("--records must be another file if keys are given: the cells then differ from the study's")
     groups = read_groups()

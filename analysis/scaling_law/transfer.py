@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from .cells import ARM, SIZE
+from .cells import ARM, SIZE, mean_losses
 
 CONDITION = [*ARM, *SIZE, "tokens"]
 
@@ -81,18 +81,19 @@ def transfer(cells: pd.DataFrame) -> pd.DataFrame:
         indexed by `CONDITION`: `shift` (octaves, mean over seeds; nan where a seed has none); `low` and `high`, its
         95 % interval, whose standard deviation is pooled over the conditions of its family and placement, those that
         differ from the reference in depth apart from the others; `penalty` (nats): mean loss at the reference's best
-        rate of the grid minus the lowest mean loss; nan if that rate has not run.
+        rate of the grid minus the lowest mean loss; nan where a best rate is at an end, or that rate has not run.
     """
     moved, compared = shifts(cells), references(cells)
-    means = cells.groupby([*CONDITION, "lr"])["loss"].mean()
+    means = {condition: mean_losses(runs) for condition, runs in cells.groupby(CONDITION)}
+    seeds = cells.groupby(CONDITION)["seed"].unique()
     rows = []
     groups = [(*c[: len(ARM) - 1], _size(c)[0] != _size(compared[c])[0]) for c in moved.index]
     for condition, group in zip(moved.index, groups, strict=True):
-        shift = moved.loc[condition]
+        shift = moved.loc[condition, sorted({*seeds[condition]} & {*seeds[compared[condition]]})]
         spread, freedom = pooled(moved[[other == group for other in groups]])
         half = stats.t.ppf(0.975, freedom) * spread / math.sqrt(len(shift)) if freedom else math.nan
         mean = shift.mean(skipna=False)
-        kept = means.loc[compared[condition]].idxmin()
-        own = means.loc[condition]
-        rows.append((mean, mean - half, mean + half, own.get(kept, math.nan) - own.min()))
+        kept, own = means[compared[condition]].idxmin(), means[condition]
+        penalty = math.nan if math.isnan(mean) else own.get(kept, math.nan) - own.min()
+        rows.append((mean, mean - half, mean + half, penalty))
     return pd.DataFrame(rows, index=moved.index, columns=["shift", "low", "high", "penalty"])

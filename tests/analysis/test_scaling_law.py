@@ -111,6 +111,23 @@ def test_the_penalty_is_that_of_the_references_best_rate_on_the_grid() -> None:
     assert penalty == pytest.approx(0.05 * 2.0**2, abs=0.03)
 
 
+def test_a_rate_at_which_a_seed_diverged_is_not_the_best() -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -8.0})
+    wide, best = cells["hidden_size"] == 256, cells["lr"] == 2.0**-8
+    cells.loc[wide & best, "loss"] -= 1.0
+    cells.loc[wide & best & (cells["seed"] == 1), "loss"] = math.nan
+    assert set(decide.at_best_rate(cells[wide])["lr"]) <= {2.0**-9, 2.0**-7}
+    assert decide.at_best_rate(cells[wide].assign(loss=math.nan)).empty
+    table = transfer.transfer(cells.assign(loss=cells["loss"].mask(wide)))
+    assert table[["shift", "penalty"]].isna().all(axis=None)
+
+
+def test_a_size_with_fewer_seeds_is_compared_with_the_same_seeds() -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0})
+    (shift,) = transfer.transfer(cells[(cells["hidden_size"] == 64) | (cells["seed"] < 3)])["shift"]
+    assert shift == pytest.approx(-1.0, abs=0.12)
+
+
 def test_a_best_rate_at_an_end_is_none() -> None:
     rates = 2.0 ** np.arange(-10, -6)
     assert math.isnan(transfer.vertex(rates, np.array([1.0, 2, 3, 4])))
@@ -173,6 +190,37 @@ def test_planned_cells_have_the_folders_of_the_sweep() -> None:
             assert composed.hydra.sweep.subdir == names[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"norm_order": "post"}, "one norm_order, but they have pre, post"),
+        ({"tokens": 5}, "one tokens, but they have 614400, 5"),
+    ],
+)
+def test_a_figure_refuses_runs_that_it_cannot_tell_apart(changes: dict, rule: str) -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -8.0})
+    with pytest.raises(ValueError, match=rule):
+        figure.check_one_panel(pd.concat([cells, cells.assign(**changes)]))
+    with pytest.raises(ValueError, match="two sizes at least"):
+        figure.check_one_panel(cells[cells["hidden_size"] == 64])
+
+
+@pytest.mark.parametrize("path", ["rates.txt", "outputs", "/proc/none/rates.png"])
+def test_a_figure_that_cannot_be_written_is_refused_first(path: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["decide.py", "--figure", path])
+    with pytest.raises(SystemExit, match="2"):
+        decide.main()
+    assert "argument --figure: must " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["trainer.max_steps=4", "seed=5", "model.qk_norm=true"])
+def test_keys_in_the_names_of_cells_are_refused_as_overrides(word: str, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--records", str(tmp_path / "c.jsonl"), "--", word])
+    with pytest.raises(SystemExit, match="2"):
+        run.main()
+    assert f"{word.partition('=')[0]} must be set in cells.yaml" in capsys.readouterr().err
+
+
 def test_rates_are_added_beyond_an_end_until_the_best_is_inside(tmp_path, monkeypatch) -> None:
     """Losses are a parabola's, lowest at 0.001, below the planned rates; a seed overflows at 0.016."""
     records, swept = tmp_path / "cells.jsonl", []
@@ -223,5 +271,15 @@ def test_your_own_runs_are_read_from_their_folders_and_must_agree(tmp_path, monk
     }
     with pytest.raises(ValueError, match="`global_batch_size` must be the same in all runs, but differs between"):
         tabulate(other)
+    with pytest.raises(ValueError, match="must differ in size, rate or seed, but .* do not"):
+        tabulate(runs | {"again": next(iter(runs.values()))})
+    (folder,) = (tmp_path / "sweep").glob("*x32_*")
+    record = json.loads((folder / "record.json").read_text())
+    record["metrics"]["steps"]["value"] = 2
+    (folder / "record.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="a run must have ended, but .* was stopped after 2 of 3 steps"):
+        read_runs([tmp_path / "sweep"])
+    (folder / "record.json").unlink()
+    assert len(read_runs([tmp_path / "sweep"])) == 1 and "has no record.json yet" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["decide.py", str(tmp_path / "none")])
     assert decide.main() == 2 and "but" in capsys.readouterr().err
