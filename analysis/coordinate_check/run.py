@@ -210,6 +210,8 @@ def main() -> None:
             own.depths = [] if config.model.parametrization == "mup" else [2, 4, 8, 16]
         if own.output.suffix not in FIGURES:
             raise ValueError(f"`--output` must end in {', '.join(FIGURES)}, but is {own.output}")
+        if not 0 < own.bound < math.inf:
+            raise ValueError(f"`--bound` must be above 0, but is {own.bound:g}")
         axes = {"width": own.widths, "depth": own.depths, "head size": own.head_sizes}
         for name, sizes in axes.items():
             if len(set(sizes)) == 1:
@@ -227,7 +229,7 @@ def main() -> None:
         rows = check(config, axes, own.seeds, own.steps, own.readout_steps)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         exit_with(error)
-    failed = [row for row in rows if abs(row["power"]) > own.bound]
+    failed = [row for row in rows if not abs(row["power"]) <= own.bound]  # nan fails too
     for row in rows:
         values = "  ".join(f"{value:9.4f}" for value in row["moves"])
         verdict = "FAIL" if row in failed else "pass"

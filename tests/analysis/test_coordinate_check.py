@@ -55,7 +55,7 @@ def test_a_wrong_multiplier_fails(monkeypatch, family: str, change: dict, parts:
 
 def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_path, monkeypatch) -> None:
     sizes = ["--widths", "32", "64", "--depths", "--seeds", "1", "--steps", "2", "--readout-steps", "2"]
-    for bound, code in (("9", 0), ("0", 1)):
+    for bound, code in (("9", 0), ("1e-9", 1)):
         records = tmp_path / f"{code}.jsonl"
         own = [*sizes, "--bound", bound, "--output", str(tmp_path / "c.png"), "--records", str(records)]
         monkeypatch.setattr(sys, "argv", ["run.py", *own, *SMALL])
@@ -89,6 +89,7 @@ def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_pat
             ],
             "`optimizer.lr` must move every part by a finite distance, but with 1e+30 the logits moves by nan",
         ),
+        (["--bound", "nan"], "`--bound` must be above 0, but is nan"),
         (["--widths", "64"], "`--widths` must have at least two sizes or none, but has 64"),
         (["--widths", "--depths"], "`--widths`, `--depths` or `--head-sizes` must have sizes, but all have none"),
         (["--head-sizes", "16", "48"], "a width must be a multiple of the head size (48), but is 64"),
