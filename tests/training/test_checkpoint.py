@@ -278,7 +278,10 @@ def test_decays_that_branch_off_are_bitwise_the_runs_that_had_their_schedule_fro
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": COOLDOWN | {"decay_steps": 7}, "trainer__max_steps": 7}, "schedule.cooldown_steps is 2 here and"),
+        (
+            {"schedule": COOLDOWN | {"decay_steps": 7}, "trainer__max_steps": 7},
+            "schedule.cooldown_steps is 2 here and .* from update 2 on, and it has done 6",
+        ),
         ({"optimizer__weight_decay": 0.1}, "optimizer.weight_decay is 0.1 here and 0.01 there"),
         ({"optimizer__beta2": 0.95}, "optimizer.beta2 is 0.95 here and 0.999 there"),
     ],
@@ -289,6 +292,27 @@ def test_a_branch_that_would_have_been_another_run_is_refused(finished, tmp_path
         resolve(run)
     kept = resolve(dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="keep")))
     assert kept.schedule == tiny_run("gpt", tmp_path).schedule and kept.optimizer == tiny_run("gpt", tmp_path).optimizer
+
+
+def test_what_a_resume_keeps_against_the_given_keys_is_printed(finished, tmp_path, capfd) -> None:
+    keys = {"optimizer__weight_decay": 0.1, "optimizer__lr": 0.5, "trainer__max_steps": 7}
+    train(tiny_run("gpt", tmp_path, resume={"path": str(finished), "schedule": "keep"}, **keys))
+    given = "kept from the checkpoint, not as given: optimizer.lr=0.001, optimizer.weight_decay=0.01\n"
+    assert given in capfd.readouterr().out
+
+
+def test_auto_scores_the_sequences_of_the_checkpoint_however_long_the_run_becomes(tmp_path) -> None:
+    auto = {"trainer__num_validation_samples": "auto", "trainer__max_validation_share": 0.2}
+    constant = {"schedule": {"decay": "constant", "warmup_steps": 1, "decay_steps": 9}} | auto
+    first = resolve(tiny_run("gpt", tmp_path / "first", **constant))
+    assert pretrain(first) == 0
+    longer = tiny_run("gpt", tmp_path / "first", resume="auto", trainer__max_steps=9, **constant)
+    assert resolve(longer).num_validation_samples == first.num_validation_samples
+    branch = dataclasses.replace(longer, run_dir=str(tmp_path / "branch"))
+    branch = dataclasses.replace(branch, resume=dataclasses.replace(longer.resume, path=str(tmp_path / "first")))
+    assert resolve(branch).num_validation_samples == first.num_validation_samples
+    anew = tiny_run("gpt", tmp_path / "anew", trainer__max_steps=9, **constant)
+    assert resolve(anew).num_validation_samples > 2 * first.num_validation_samples
 
 
 def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -> None:

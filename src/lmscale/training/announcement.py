@@ -59,6 +59,10 @@ def announce(
             f"lr {agreed.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule={run.resume.schedule}",
             flush=True,
         )
+        kept = {key: value for key, value in vars(agreed.optimizer).items() if value != getattr(run.optimizer, key)}
+        if kept:
+            words = ", ".join(f"optimizer.{key}={value}" for key, value in kept.items())
+            print(f"kept from the checkpoint, not as given: {words}", flush=True)
     for note in job.corpus.manifest["notes"]:
         print(f"note: {note}", flush=True)
     if agreed.schedule.warmup_steps >= run.trainer.max_steps:

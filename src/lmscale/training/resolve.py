@@ -77,7 +77,8 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
     model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
     batch = run.check_layout(checked.layout, model)
-    data, num_validation = resolve_validation(run, corpus, batch, checked.on_gpu)
+    kept = None if run.resume.weights_only else checked.checkpoint
+    data, num_validation = resolve_validation(run, corpus, batch, checked.on_gpu, kept)
     optimizer, schedule = run.optimizer, run.schedule
     if checked.checkpoint is not None:
         from .checkpoints.resuming import check_fit
@@ -178,9 +179,9 @@ def check_paths(run: RunConfig, world: World | None) -> None:
 
 
 def resolve_validation(
-    run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig, on_gpu: bool
+    run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig, on_gpu: bool, checkpoint: str | None = None
 ) -> tuple[Any, int | None]:
-    """The data of the run and how many sequences are scored each time; None: all.
+    """The data of the run and how many sequences are scored each time; None: all. `auto` keeps those of a checkpoint.
 
     Raises:
         ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
@@ -189,7 +190,12 @@ def resolve_validation(
     wanted, size = run.trainer.num_validation_samples, run.global_batch_size
     data = build_data(run, corpus, batch, None if wanted == "auto" else wanted)
     if wanted == "auto":
-        return data, data.at_most(most_samples(run.trainer, size))
+        kept = "auto"
+        if checkpoint is not None:
+            from ..checkpoint import read_metadata
+
+            kept = read_metadata(checkpoint).run.get("trainer", {}).get("num_validation_samples", "auto")
+        return data, data.at_most(most_samples(run.trainer, size)) if kept == "auto" else kept
     if on_gpu and (costly := describe_excess(run.trainer, data.num_validation_samples, size)):
         raise ValueError(costly)
     return data, wanted

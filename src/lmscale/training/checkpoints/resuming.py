@@ -181,11 +181,13 @@ def _choose_schedule(
         return dataclasses.replace(run.optimizer, lr=lr, **kept), schedule
     # A run may branch off while the rates are the same: its decay comes later, or it is longer at a constant rate.
     choices = (run.schedule, run.optimizer.lr), (schedule, lr)
-    rates = ([learning_rate_of_update(k, *choice) for choice in choices] for k in range(1, num_updates + 1))
-    if others or any(here != there for here, there in rates):
+    updates = range(1, num_updates + 1)
+    first = next((k for k in updates if len({learning_rate_of_update(k, *choice) for choice in choices}) > 1), None)
+    if others or first is not None:
+        since = "" if first is None else f"; the rates differ from update {first} on, and it has done {num_updates}"
         raise ScheduleDiffersError(
             f"`resume.schedule` must be keep or override where the rates so far or the optimizer are not those of "
-            f"{name} ({'; '.join(differences)}), but is assert"
+            f"{name} ({'; '.join(differences)}{since}), but is assert"
         )
     return run.optimizer, run.schedule
 
