@@ -149,7 +149,7 @@ def test_differences_from_the_request_are_reported() -> None:
 
 
 def test_a_plan_says_what_a_validation_costs_and_refuses_what_a_run_on_gpus_refuses() -> None:
-    costs = "sequences take {} of the time of the 1,000 training steps between two"
+    costs = "sequences take {} of the time of the 1,000 training steps between validations"
     for key, note in {
         "auto": "trainer.num_validation_samples=auto is at most this: 76,800 " + costs.format("5.0%"),
         "null": "trainer.num_validation_samples=null must be at most this on a GPU: 76,800 " + costs.format("5.0%"),

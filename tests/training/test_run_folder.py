@@ -48,7 +48,7 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> 
     line = warn_of_costly_validation(job, 68_507 * 512 // 29)  # the paper's corpus, Table 2
     assert line == (
         "WARNING: `trainer.num_validation_samples` must be at most 76,800 with trainer.max_validation_share=0.05, but "
-        "1,209,502 sequences take 78.7% of the time of the 1,000 training steps between two\n"
+        "1,209,502 sequences take 78.7% of the time of the 1,000 training steps between validations\n"
     )
     assert warn_of_costly_validation(job, 76_800) == describe_bounded_validation(job) == ""
     assert warn_of_costly_validation(job, 76_801).startswith("WARNING: ")
@@ -57,7 +57,7 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> 
     job.run = tiny_run("gpt", tmp_path, **every, trainer__num_validation_samples="auto")
     assert describe_bounded_validation(job) == (
         "validation by trainer.num_validation_samples=auto, not of all sequences: 76,800 sequences take 5.0% of the "
-        "time of the 1,000 training steps between two\n"
+        "time of the 1,000 training steps between validations\n"
     )
     job.num_validation_samples = None  # the corpus has no more
     assert describe_bounded_validation(job) == ""

@@ -20,7 +20,7 @@ def describe_time(trainer: TrainerConfig, num_samples: int, global_batch_size: i
     """Describe the time of a validation."""
     steps = steps_between(trainer)
     share = num_samples / (FORWARD_PASSES_PER_STEP * global_batch_size * steps)
-    return f"{num_samples:,} sequences take {share:.1%} of the time of the {steps:,} training steps between two"
+    return f"{num_samples:,} sequences take {share:.1%} of the time of the {steps:,} training steps between validations"
 
 
 def describe_excess(trainer: TrainerConfig, num_samples: int, global_batch_size: int) -> str:

@@ -91,7 +91,7 @@ class PretrainDataModule(L.LightningDataModule):
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
     def at_most(self, num_samples: int) -> int | None:
-        """The most sequences up to a bound of which every dataset has its share by weight; None: all are fewer."""
+        """The most sequences up to a bound of which every dataset has its share by weight; None: all are no more."""
         available = [len(samples) for samples in self.validation_samples]
         if sum(available) <= num_samples:
             return None
