@@ -203,6 +203,7 @@ def test_the_ranks_of_a_host_share_its_cores_among_their_compile_workers(monkeyp
 
 
 def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts(tmp_path) -> None:
+    pytest.importorskip("torch")
     (tmp_path / "worker.py").write_text(
         "import torch._inductor.config as inductor\n"
         "def number(job): print('workers', inductor.compile_threads, flush=True); return 0\n"
