@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import lmscale.cli.conf_files  # noqa: F401  # the resolver that conf/train.yaml uses
 from analysis.coordinate_check.figure import draw_moves
 from analysis.report.records import ANALYSIS, add_line, read_lines
+from analysis.report.style import prepare_figure
 from lmscale.cli.errors import exit_with
 from lmscale.config import TransformerConfig
 from lmscale.config.family import load
@@ -50,7 +51,6 @@ from lmscale.training.step.optimizer import MixedPrecisionAdamW
 VOCABULARY, SEQUENCES, TOKENS = 256, 1, 8
 READOUTS = ("logits", "sentence order")
 ALONE = ParallelContext()
-FIGURES = (".png", ".pdf", ".svg")
 
 
 def read_config(overrides: list[str]) -> RunConfig:
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.25, help="largest power of the size that passes")
     parser.add_argument(
         "--output",
-        type=record_argument,
+        type=Path,
         default=ANALYSIS.parent / "outputs" / "coordinate_check.png",
         help="figure",
     )
@@ -208,8 +208,7 @@ def main() -> None:
         config = read_config(overrides)
         if own.depths is None:
             own.depths = [] if config.model.parametrization == "mup" else [2, 4, 8, 16]
-        if own.output.suffix not in FIGURES:
-            raise ValueError(f"`--output` must end in {', '.join(FIGURES)}, but is {own.output}")
+        prepare_figure("--output", own.output)
         if not 0 < own.bound < math.inf:
             raise ValueError(f"`--bound` must be above 0, but is {own.bound:g}")
         axes = {"width": own.widths, "depth": own.depths, "head size": own.head_sizes}
@@ -236,7 +235,6 @@ def main() -> None:
         print(f"{row['axis']:10}{row['part']:16}{values}   power {row['power']:+.2f}  {verdict}")
     found = f"{len(failed)} of {len(rows)} parts change with the size" if failed else "all parts move equally far"
     title = f"{config.model.name}, {config.model.parametrization}, lr {config.optimizer.lr:g}: {found}"
-    own.output.parent.mkdir(parents=True, exist_ok=True)
     draw_moves(rows, own.bound, title).savefig(own.output)
     if own.records:
         settings = {name: getattr(own, name) for name in ("steps", "readout_steps", "seeds", "bound")}

@@ -1,7 +1,6 @@
 """House style of all figures: 1,600 pixels wide, the finding as title, a colour-blind palette, a white ground."""
 
 import textwrap
-from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,20 +16,19 @@ GREY = "#6b7683"
 PALETTE = {"paper": GREY, "ours": BLUE}
 
 
-def figure_argument(text: str) -> Path:
-    """The path of a figure from a command line; its folder is made.
+def prepare_figure(option: str, path: Path) -> None:
+    """Check the path of a figure from a command line, before the work, and make its folder.
 
     Raises:
-        argparse.ArgumentTypeError: a suffix that matplotlib cannot write, or a folder that cannot be made.
+        ValueError: a suffix that matplotlib cannot write, or a folder that cannot be made.
     """
-    path, known = Path(text), sorted(Figure().canvas.get_supported_filetypes())
+    known = sorted(Figure().canvas.get_supported_filetypes())
     if path.suffix[1:] not in known:
-        raise ArgumentTypeError(f"must end in one of {', '.join(known)}, but is {text}")
+        raise ValueError(f"`{option}` must end in one of {', '.join(known)}, but is {path}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ArgumentTypeError(f"must be in a folder that can be made, but {text}: {error.strerror}") from None
-    return path
+        raise ValueError(f"`{option}` must be in a folder that can be made, but {path}: {error.strerror}") from None
 
 
 @contextmanager

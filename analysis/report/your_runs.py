@@ -22,7 +22,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from analysis.report.records import ANALYSIS
-from analysis.report.style import house_style, label_ends, page_figure
+from analysis.report.style import house_style, label_ends, page_figure, prepare_figure
 from lmscale.results import read_record, validation_set
 
 ROOT = ANALYSIS.parent
@@ -204,15 +204,8 @@ def main() -> int:
     parser.add_argument("runs", nargs="*", help=f"run folders or folders of runs; none: the {NEWEST} newest")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "figures" / "your_runs.png")
     options = parser.parse_args()
-    known = sorted(Figure().canvas.get_supported_filetypes())
     try:
-        if options.output.suffix[1:] not in known:
-            raise ValueError(f"`--output` must end in one of {', '.join(known)}, but is {options.output}")
-        try:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"{options.output}: {error.strerror}"
-            raise ValueError(f"`--output` must be in a folder that can be made, but {reason}") from None
+        prepare_figure("--output", options.output)
         runs, left_out = find_runs(options.runs)
         print("\n".join(left_out), end="\n" if left_out else "")
         if not runs:

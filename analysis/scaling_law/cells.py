@@ -10,6 +10,7 @@ import pandas as pd
 
 from analysis.report.records import read_lines
 from lmscale.config import TransformerConfig
+from lmscale.config.model import BASES
 from lmscale.planner.flops import model_flops_per_step
 from lmscale.planner.params import count_parameters
 from lmscale.results import read_record, validation_set
@@ -17,11 +18,9 @@ from lmscale.results import read_record, validation_set
 ARM = ["family", "norm_order", "qk_norm", "parametrization"]
 SIZE = ["num_layers", "hidden_size"]
 KEPT = ("name", "model", "data", "tokenizer", "optimizer", "schedule", "trainer", "precision", "global_batch_size")
-_MODEL = (
-    "num_layers hidden_size num_attention_heads ffn_hidden_size parametrization norm_order qk_norm layer_norm_eps gelu"
-)
+SHAPE = ("num_attention_heads", "ffn_hidden_size", "layer_norm_eps", "gelu")  # which follow from the others
 VARIED = {  # keys that may differ between the runs of one study
-    "model": (*_MODEL.split(), "architecture", "base_hidden_size", "base_num_layers", "base_head_size"),
+    "model": ("architecture", *ARM[1:], *SIZE, *SHAPE, *BASES),
     "optimizer": ("lr",),
     "schedule": ("decay_steps", "warmup_steps", "cooldown_steps", "min_lr"),
     "trainer": ("max_steps", "validate_every_steps", "num_threads", "progress_bar", "stop_after_steps", "profiler"),

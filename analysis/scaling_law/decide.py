@@ -20,7 +20,7 @@ import pandas as pd
 from scipy import stats
 
 from analysis.norm_order.decide import LEVEL, holm
-from analysis.report.style import figure_argument
+from analysis.report.style import prepare_figure
 from analysis.scaling_law import law
 from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
 from analysis.scaling_law.figure import check_one_panel, draw_rates
@@ -96,11 +96,11 @@ def sensitivity(cells: pd.DataFrame) -> pd.Series:
     return pd.Series(found, name="sensitivity", dtype=float)
 
 
-def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, Any]]:
+def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any]]:
     """The six tests of `plan.md` on the cells of GPT with pre-norm.
 
     Args:
-        is_complete: whether all cells of a group have run; until then its tests count with p = 1.
+        complete: whether all cells of a group have run; until then its tests count with p = 1.
 
     Returns:
         per test: `test`, its number; `claim`; `p` and `p_holm`; `decided`, whether its cells have run; `supported`.
@@ -113,7 +113,7 @@ def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, 
         ("depth", "completep", (16, 64), True),
     ):
         p = [1.0] * 3
-        if is_complete[group]:
+        if complete[group]:
             of_group = moved[(moved.index.get_level_values("num_layers") > 4) == deeper]
             spread, freedom = pooled(of_group)
             standard, scaled = (
@@ -130,7 +130,7 @@ def decide(cells: pd.DataFrame, is_complete: dict[str, bool]) -> list[dict[str, 
             f"under {parametrization} it moves less than under standard {what}",
         )
         tests += [
-            {"claim": claim, "p": 1.0 if math.isnan(q) else float(q), "decided": is_complete[group]}
+            {"claim": claim, "p": 1.0 if math.isnan(q) else float(q), "decided": complete[group]}
             for claim, q in zip(claims, p, strict=True)
         ]
     for number, (test, p_holm) in enumerate(zip(tests, holm([test["p"] for test in tests]), strict=True), 1):
@@ -158,9 +158,11 @@ def main() -> int:
     """Print the tables; for the study also decide its tests and write its summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, help="folders of runs and files of records; none: the study")
-    parser.add_argument("--figure", type=figure_argument, help="of the loss over the rate, of one family and placement")
+    parser.add_argument("--figure", type=Path, help="of the loss over the rate, of one family and placement")
     options = parser.parse_args()
     try:
+        if options.figure is not None:
+            prepare_figure("--figure", options.figure)
         runs = read_runs(options.paths or [RECORDS])
         cells = tabulate(runs)
         if options.figure is not None:

@@ -1,16 +1,14 @@
-"""Figures of scaling sweeps: loss over the learning rate, and loss over size with the law."""
+"""The figure of a scaling sweep: loss over the learning rate."""
 
-import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.report.style import GREY, house_style, page_figure
+from analysis.report.style import house_style, page_figure
 
 from .cells import mean_losses
-from .law import Surface
 
 WIDTH, DEPTH = "hidden_size", "num_layers"
 
@@ -51,19 +49,6 @@ def draw_rates(cells: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def draw_sensitivity(cells: pd.DataFrame, title: str) -> Figure:
-    """Draw loss over rate at one size, one line per placement, with and without QK-norm."""
-    named = {True: " with QK-norm", False: ""}
-    lines = {f"{order}{named[qk]}": runs for (order, qk), runs in cells.groupby(["norm_order", "qk_norm"])}
-    with house_style():
-        figure = page_figure(title, 3.4)
-        axis = figure.subplots()
-        _draw_lines(axis, lines, "placement")
-        axis.set_ylabel("validation loss (nats/token)")
-        sns.despine(figure)
-    return figure
-
-
 def _draw_lines(axis: Axes, lines: dict[object, pd.DataFrame], title: str) -> None:
     colors = [colormaps["viridis"](0.75 - 0.75 * i / max(len(lines) - 1, 1)) for i in range(len(lines))]
     for (label, runs), color in zip(lines.items(), colors, strict=True):
@@ -72,22 +57,3 @@ def _draw_lines(axis: Axes, lines: dict[object, pd.DataFrame], title: str) -> No
         axis.plot(runs["lr"], runs["loss"], "o", color=color, markersize=3, alpha=0.7)
     axis.set(xscale="log", xlabel="peak learning rate")
     axis.legend(title=title, frameon=False)
-
-
-def draw_law(cells: pd.DataFrame, surface: Surface, title: str) -> Figure:
-    """Draw the loss of every size and number of tokens over the parameters, with the fitted law."""
-    with house_style():
-        figure = page_figure(title, 3.4)
-        axis = figure.subplots()
-        horizons = list(cells.groupby("tokens"))
-        for i, (tokens, runs) in enumerate(horizons):
-            color = colormaps["viridis"](0.75 - 0.75 * i / max(len(horizons) - 1, 1))
-            axis.plot(
-                runs["parameters"], runs["loss"], "o", color=color, markersize=3.5, label=f"{tokens / 1e6:.2f} M tokens"
-            )
-            n = np.geomspace(cells["parameters"].min() / 1.2, cells["parameters"].max() * 1.2, 100)
-            axis.plot(n, surface(n, tokens), "--", color=GREY, linewidth=1)
-        axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="validation loss (nats/token)")
-        axis.legend(frameon=False)
-        sns.despine(figure)
-    return figure

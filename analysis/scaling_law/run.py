@@ -50,6 +50,12 @@ def products(keys: Keys) -> list[dict[str, Any]]:
     return [dict(zip(keys, values, strict=True)) for values in itertools.product(*keys.values())]
 
 
+def conditions(group: dict[str, Any]) -> list[Keys]:
+    """The keys of each condition of a group: one value each, all seeds, no rate."""
+    fixed = {key: values for key, values in group["keys"].items() if key not in (RATE, SEED)}
+    return [{key: [value] for key, value in each.items()} | {SEED: group["keys"][SEED]} for each in products(fixed)]
+
+
 def names_of(keys: Keys) -> list[str]:
     """The IDs of cells: their run folders, as `sweep=scaling` names them."""
     cells = [DEFAULTS | cell for cell in products(keys)]
@@ -59,10 +65,8 @@ def names_of(keys: Keys) -> list[str]:
 
 def run_group(group: dict[str, Any], more: Sequence[str], outputs: Path, records: Path) -> None:
     """Run the cells of a group that have no record, one sweep per condition, and those that its ends add."""
-    keys = group["keys"]
-    for condition in products({key: values for key, values in keys.items() if key not in (RATE, SEED)}):
-        here = {key: [value] for key, value in condition.items()} | {SEED: keys[SEED]}
-        rates = sorted(keys[RATE])
+    for here in conditions(group):
+        rates = sorted(group["keys"][RATE])
         run_rates(here, rates, more, outputs, records)
         while group["extend"] and (rate := next_rate(here, rates, records)) is not None:
             rates = sorted([*rates, rate])
@@ -99,9 +103,9 @@ def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float |
 
 def is_complete(group: dict[str, Any], records: Path) -> bool:
     """Whether all cells of a group have a record, those that its ends add too."""
-    keys, known = group["keys"], read_lines(records)
-    for condition in products({key: values for key, values in keys.items() if key not in (RATE, SEED)}):
-        here, rates = {key: [value] for key, value in condition.items()} | {SEED: keys[SEED]}, sorted(keys[RATE])
+    known = read_lines(records)
+    for here in conditions(group):
+        rates = sorted(group["keys"][RATE])
         while set(names_of(here | {RATE: rates})) <= known.keys():
             rate = next_rate(here, rates, records) if group["extend"] else None
             if rate is None:
