@@ -260,8 +260,8 @@ def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluste
 
 
 def with_busy_device(plan: Plan, most: float = 1.0) -> Plan | None:
-    """The plan with the smallest micro-batch, doubled once at least, at which the host's time is at most a share of the
-    device's. The batch is rounded up to whole micro-batches. None: memory does not allow one.
+    """The plan with a larger micro-batch: the first of 2, 4, 8, ... times it at which the host's time is at most `most`
+    of the device's. The batch is rounded up to whole micro-batches. None: memory does not allow one.
     """
     size, share = plan.job.micro_batch_size, -(-plan.job.global_batch_size // plan.layout.dp_size)
     while plan.missing_bytes <= 0:

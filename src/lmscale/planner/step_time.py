@@ -50,8 +50,10 @@ class Row:
         """What its time is: `messages`, `launches`, `products`, `bytes`, `other stages` or `host`."""
         if self.part in ("tensor", "pipeline", "data"):
             return "messages"
-        if self.part in ("idle", "host"):
-            return "other stages" if self.part == "idle" else "host"
+        if self.part == "idle":
+            return "other stages"
+        if self.part == "host":
+            return "host"
         if 2 * self.launch_s > self.seconds:
             return "launches"
         return "products" if self.flops else "bytes"

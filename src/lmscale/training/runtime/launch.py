@@ -98,7 +98,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Path, sa
         logging.getLogger(f"torch.{name}").setLevel(logging.CRITICAL)
     # torch 2.13 keeps one store over restarts, in which restarted ranks find the addresses of the dead ones.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    is_bounded = COMPILE_WORKERS in os.environ
+    user_has_set_it = COMPILE_WORKERS in os.environ
     bound_compile_workers(config.nproc_per_node)  # the ranks import torch before they could
     interruption = Interruption(_pass_on_to_ranks, _kill_ranks, ctrl_c=saves)
     interruption.install()
@@ -135,7 +135,7 @@ def _run_agent(config: LaunchConfig, worker: Callable[[Any], int], job: Path, sa
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         interruption.restore()
         os.environ.pop(PASSED_ON, None)
-        if not is_bounded:
+        if not user_has_set_it:
             os.environ.pop(COMPILE_WORKERS)  # the next job of a sweep may have other ranks
 
 
