@@ -21,16 +21,16 @@ from scipy import stats
 
 from analysis.norm_order.decide import LEVEL, holm
 from analysis.report.style import prepare_figure
-from analysis.scaling_law import law
+from analysis.scaling_law import law, run
 from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
 from analysis.scaling_law.figure import check_one_panel, draw_rates
-from analysis.scaling_law.run import RECORDS, is_complete, read_groups
 from analysis.scaling_law.transfer import CONDITION, pooled, shifts, transfer
 from lmscale.results import new_record, write_record
 
 NUM_RESAMPLES = 1000
 WITHIN = 1.0  # octaves: a best rate that moves less stays
-SHIFT_UNITS = dict.fromkeys(("shift", "low", "high"), "octaves") | {"penalty": "nats"}
+UNITS = dict.fromkeys(("shift", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
+UNITS |= dict.fromkeys(("penalty", "sensitivity_sensitivity", "sensitivity_low", "sensitivity_high"), "nats")
 
 
 def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
@@ -82,18 +82,27 @@ def at_best_rate(runs: pd.DataFrame) -> pd.DataFrame:
     return runs[(runs["lr"] == best) & math.isfinite(means[best]) & (not at_end)]
 
 
-def sensitivity(cells: pd.DataFrame) -> pd.Series:
-    """Per condition with rates from 1/8 to 8 times its best: the mean over these of the loss above the lowest mean.
+def sensitivity(cells: pd.DataFrame) -> pd.DataFrame:
+    """How much the loss rises away from the best rate, per condition whose best rate is between others.
 
-    A loss above that of a unigram model counts as that. Unit: nats.
+    A loss above that of a unigram model counts as that.
+
+    Returns:
+        indexed by `CONDITION`: `sensitivity`, the mean loss above the lowest mean (nats), over the rates from 1/8 to 8
+        times the best that have run; `low` and `high`, the same of single seeds; `below` and `above`, how far these
+        rates reach (octaves).
     """
     found = {}
     for condition, runs in cells.groupby(CONDITION):
-        means = runs["loss"].fillna(math.inf).clip(upper=runs["unigram"]).groupby(runs["lr"]).mean()
-        octaves = np.log2(means.index / means.idxmin()).to_numpy()
-        if octaves.min() <= -2.9 and octaves.max() >= 2.9:
-            found[condition] = float((means - means.min())[np.abs(octaves) <= 3.1].mean())
-    return pd.Series(found, name="sensitivity", dtype=float)
+        runs = runs.assign(loss=runs["loss"].fillna(math.inf).clip(upper=runs["unigram"]))
+        means = runs.groupby("lr")["loss"].mean()
+        octaves = np.log2(runs["lr"] / means.idxmin())
+        near = octaves[octaves.abs() <= 3.1]
+        if near.min() < 0 < near.max():
+            above_best = (runs["loss"] - means.min())[near.index].groupby(runs["seed"]).mean()
+            found[condition] = (above_best.mean(), above_best.min(), above_best.max(), -near.min(), near.max())
+    index = pd.MultiIndex.from_tuples(found, names=CONDITION) if found else None
+    return pd.DataFrame(list(found.values()), index, ["sensitivity", "low", "high", "below", "above"])
 
 
 def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any]]:
@@ -103,51 +112,62 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
         complete: whether all cells of a group have run; until then its tests count with p = 1.
 
     Returns:
-        per test: `test`, its number; `claim`; `p` and `p_holm`; `decided`, whether its cells have run; `supported`.
+        per test: `test`, its number; `claim`; `p` and `p_holm`; `decided`, whether its cells have run and their best
+        rates are inside the grid; `supported`; `refuted`, whether the plan calls the claim wrong.
     """
     moved = shifts(cells)
     moved = moved[[condition[:3] == ("gpt", "pre", False) for condition in moved.index]]
-    tests = []
+    tests, opposites = (
+        [],
+        [],
+    )  # and the p-values of the opposite of each claim, where the plan counts it as a refutation
     for group, parametrization, size, deeper in (
         ("width", "mup", (4, 256), False),
         ("depth", "completep", (16, 64), True),
     ):
-        p = [1.0] * 3
+        p, outside = [math.nan] * 3, False
         if complete[group]:
             of_group = moved[(moved.index.get_level_values("num_layers") > 4) == deeper]
             spread, freedom = pooled(of_group)
             standard, scaled = (
                 of_group.xs((name, *size), level=[ARM[-1], *SIZE]).iloc[0] for name in ("standard", parametrization)
             )
-            error = spread / math.sqrt(len(scaled))
-            p[0] = stats.t.cdf(standard.mean() / error, freedom)
-            p[1] = stats.t.cdf((abs(scaled.mean()) - WITHIN) / error, freedom)
-            p[2] = stats.ttest_1samp(standard.abs() - scaled.abs(), 0.0, alternative="greater").pvalue
+            falls, moves = standard.mean(skipna=False), abs(scaled.mean(skipna=False))
+            error, outside = spread / math.sqrt(len(scaled)), bool(moves > WITHIN)
+            p = [stats.t.cdf(falls / error, freedom), stats.t.cdf((moves - WITHIN) / error, freedom)]
+            p.append(stats.ttest_1samp(standard.abs() - scaled.abs(), 0.0, alternative="greater").pvalue)
         what = f"from width 64 to {size[1]}" if group == "width" else f"from 4 to {size[0]} layers"
         claims = (
             f"under standard the best rate falls {what}",
             f"under {parametrization} it stays within one octave {what}",
             f"under {parametrization} it moves less than under standard {what}",
         )
-        tests += [
-            {"claim": claim, "p": 1.0 if math.isnan(q) else float(q), "decided": complete[group]}
-            for claim, q in zip(claims, p, strict=True)
-        ]
-    for number, (test, p_holm) in enumerate(zip(tests, holm([test["p"] for test in tests]), strict=True), 1):
-        test |= {"test": number, "p_holm": p_holm, "supported": test["decided"] and p_holm < LEVEL}
+        for claim, q, wrong in zip(claims, p, (False, outside, False), strict=True):
+            known = math.isfinite(q)
+            tests.append({"claim": claim, "p": float(q) if known else 1.0, "decided": known, "refuted": wrong})
+        opposites += [1.0, 1.0, 1.0 - tests[-1]["p"] if tests[-1]["decided"] else 1.0]
+    p_holm, p_opposite = holm([test["p"] for test in tests]), holm(opposites)
+    for number, test in enumerate(tests):
+        test |= {"test": number + 1, "p_holm": p_holm[number], "supported": p_holm[number] < LEVEL}
+        test["refuted"] |= p_opposite[number] < LEVEL
     return tests
+
+
+def study_laws(cells: pd.DataFrame) -> pd.DataFrame:
+    """`laws` of the study: of its group `tokens` alone, whose rate was chosen before."""
+    (names,) = (run.names_of(group["keys"]) for group in run.read_groups() if group["name"] == "tokens")
+    return laws(cells[cells.index.isin(names)], NUM_RESAMPLES)
 
 
 def summarize(runs: dict[str, dict[str, Any]], records: Path) -> dict[str, Any]:
     """The record of the study: every condition, the tests, and the laws."""
     cells = tabulate(runs)
-    complete = {group["name"]: is_complete(group, records) for group in read_groups()}
+    complete = {group["name"]: run.is_complete(group, records) for group in run.read_groups()}
     metrics = {}
-    tables = (transfer(cells), sensitivity(cells).to_frame(), laws(cells, NUM_RESAMPLES))
-    for table, units in zip(tables, (SHIFT_UNITS, {"sensitivity": "nats"}, {}), strict=True):
+    for table in (transfer(cells), sensitivity(cells).add_prefix("sensitivity_"), study_laws(cells)):
         for index, row in table.iterrows():
             name = "_".join(map(str, index))
-            metrics |= {f"{name}/{key}": {"value": value, "unit": units.get(key, "1")} for key, value in row.items()}
+            metrics |= {f"{name}/{key}": {"value": value, "unit": UNITS.get(key, "1")} for key, value in row.items()}
     metrics["train_time"] = {"value": float(cells["train_time"].sum()), "unit": "s"}
     config = {"tests": decide(cells, complete), "complete": complete, "runs": len(cells)}
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
@@ -163,7 +183,7 @@ def main() -> int:
     try:
         if options.figure is not None:
             prepare_figure("--figure", options.figure)
-        runs = read_runs(options.paths or [RECORDS])
+        runs = read_runs(options.paths or [run.RECORDS])
         cells = tabulate(runs)
         if options.figure is not None:
             check_one_panel(cells)
@@ -172,11 +192,13 @@ def main() -> int:
         return 2
     for title, table in (
         (
-            "Best rate, in octaves from that of the smallest size, and the loss by which keeping that one is worse",
+            "Best rate of sizes with three rates at least, in octaves from that of the smallest size, and the loss by "
+            "which keeping that one is worse",
             transfer(cells),
         ),
-        ("Mean loss above the best, over rates from 1/8 to 8 times the best", sensitivity(cells).to_frame()),
-        ("L = E + A N^-alpha + B D^-beta", laws(cells, NUM_RESAMPLES)),
+        ("Mean loss above the best, over rates from 1/8 to 8 times the best", sensitivity(cells)),
+        ("L = E + A N^-alpha + B D^-beta", laws(cells, NUM_RESAMPLES) if options.paths else study_laws(cells)),
+        ("Published exponents of the best N in compute", law.PUBLISHED),
     ):
         shown = table.to_string(float_format="{:.3f}".format, na_rep="at an end") if len(table) else "too few runs"
         print(f"\n{title}\n{shown}")
@@ -184,17 +206,19 @@ def main() -> int:
         draw_rates(cells, "Validation loss over the peak learning rate").savefig(options.figure)
         print(f"\nfigure: {options.figure}")
     if not options.paths:
-        record = summarize(runs, RECORDS)
-        print("", *(f"test {t['test']}: {t['claim']}: {_outcome(t)}" for t in record["config"]["tests"]), sep="\n")
-        write_record(record, RECORDS.with_suffix(".json"))
-        print(f"record: {RECORDS.with_suffix('.json')}")
+        record = summarize(runs, run.RECORDS)
+        print("", *(f"test {t['test']}: {t['claim']}: {outcome(t)}" for t in record["config"]["tests"]), sep="\n")
+        write_record(record, run.RECORDS.with_suffix(".json"))
+        print(f"record: {run.RECORDS.with_suffix('.json')}")
     return 0
 
 
-def _outcome(test: dict[str, Any]) -> str:
+def outcome(test: dict[str, Any]) -> str:
+    """The result of a test of `decide` in words."""
     if not test["decided"]:
-        return "not yet: cells are missing"
-    return f"{'supported' if test['supported'] else 'not supported'} (p {test['p_holm']:.2g} after Holm)"
+        return "not decided: cells are missing, or a best rate is beyond the grid"
+    words = "supported" if test["supported"] else "refuted" if test["refuted"] else "not supported"
+    return f"{words} (p {test['p_holm']:.2g} after Holm)"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Laws of the loss in parameters N and tokens D, with intervals: a surface (approach 3) and an envelope (approach 1).
 
-Source: Hoffmann et al. 2022 (arXiv:2203.15556), section 3; Besiroglu et al. 2024 (arXiv:2404.10102): bootstrap.
+Source: Hoffmann et al. 2022 (arXiv:2203.15556), section 3; Besiroglu et al. 2024 (arXiv:2404.10102): bootstrap. Their
+exponents, and those of Kaplan et al. 2020 (arXiv:2001.08361) and Porian et al. 2024 (arXiv:2406.19146, RefinedWeb).
 """
 
 import itertools
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import interpolate, optimize, stats
 
@@ -17,6 +19,17 @@ EXPONENTS = np.linspace(0.05, 2.0, 40)  # searched for both
 PERCENTILES = (2.5, 97.5)
 NUM_POINTS = 20  # compute budgets of the envelope
 MIN_SIZES, MIN_RUNS = 3, 6  # numbers of different N and D, and of runs, that a surface needs
+PUBLISHED = pd.Series(  # of the best N in compute
+    {
+        "Kaplan et al. 2020, without embeddings": 0.73,
+        "Hoffmann et al. 2022, approach 1": 0.50,
+        "Hoffmann et al. 2022, approach 3": 0.46,
+        "Besiroglu et al. 2024, approach 3 again": 0.513,
+        "Porian et al. 2024, as Kaplan": 0.835,
+        "Porian et al. 2024, rates tuned per size": 0.497,
+    },
+    name="exponent",
+)
 Fit = Callable[[NDArray, NDArray, NDArray], tuple[float, ...]]
 
 

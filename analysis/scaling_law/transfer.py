@@ -43,7 +43,9 @@ def references(cells: pd.DataFrame) -> dict[tuple, tuple]:
     """The condition that each one is compared with: the smallest size of its family, placement, QK-norm and tokens.
 
     It has the same parametrization, or is `standard` where that size has no runs of it: the base, where both are equal.
+    Conditions with fewer than three rates, which have no best one, are left out.
     """
+    cells = cells[cells.groupby(CONDITION)["lr"].transform("nunique") > 2]
     conditions = cells[[*CONDITION, "parameters"]].drop_duplicates().sort_values("parameters")
     found = {}
     for _, rows in conditions.groupby([*ARM[:-1], "tokens"]):

@@ -145,13 +145,35 @@ def test_tests_wait_for_their_cells_and_then_decide() -> None:
     assert [test["decided"] for test in waiting] == [True] * 3 + [False] * 3
     decided = decide.decide(cells, {"width": True, "depth": True})
     assert [test["supported"] for test in decided] == [True] * 3 + [False] * 3  # completep moves, standard does not
+    assert [test["refuted"] for test in decided] == [False] * 4 + [True] * 2
+    words = [decide.outcome(test).partition(" (")[0] for test in (*waiting, *decided[3:])]
+    missing = "not decided: cells are missing, or a best rate is beyond the grid"
+    assert words == ["supported"] * 3 + [missing] * 3 + ["not supported", "refuted", "refuted"]
 
 
-def test_sensitivity_counts_losses_above_a_unigram_as_that() -> None:
-    cells = curve_cells({("standard", 4, 64): -8.0}, seeds=(1,))
-    flat = decide.sensitivity(cells).iloc[0]
-    assert flat == pytest.approx(np.mean([0.05 * k**2 for k in range(-3, 4)]), abs=0.02)
-    assert decide.sensitivity(cells.assign(unigram=4.1)).iloc[0] == pytest.approx((0.05 * 2 + 0.1 * 4) / 7, abs=0.02)
+def test_a_best_rate_beyond_the_grid_is_not_tested() -> None:
+    best = {("standard", 4, 64): -8.0, ("standard", 4, 256): -11.5, ("mup", 4, 256): -8.1}
+    tests = decide.decide(curve_cells(best), {"width": True, "depth": False})[:3]
+    assert [test["decided"] for test in tests] == [False, True, False] and tests[1]["supported"]
+    assert not tests[0]["supported"] and not tests[2]["refuted"]
+
+
+def test_sensitivity_is_the_rise_above_the_lowest_mean_with_the_range_over_seeds() -> None:
+    """Parabolas with their lowest loss at 2^-8; those above a unigram model count as that."""
+    cells = curve_cells({("standard", 4, 64): -8.0})
+    found = decide.sensitivity(cells).iloc[0]
+    assert found["sensitivity"] == pytest.approx(np.mean([0.05 * k**2 for k in range(-3, 4)]), abs=0.02)
+    assert found["low"] < found["sensitivity"] < found["high"] < found["sensitivity"] + 0.05
+    assert (found["below"], found["above"]) == (3.0, 3.0)
+    capped = decide.sensitivity(cells.assign(unigram=4.1)).iloc[0]
+    assert capped["sensitivity"] == pytest.approx((0.05 * 2 + 0.1 * 4) / 7, abs=0.02)
+    assert decide.sensitivity(cells[cells["lr"] > 2.0**-8]).empty  # the best is at an end
+
+
+def test_sizes_with_two_rates_have_no_shift() -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 128): -8.0, ("standard", 4, 256): -9.0})
+    few = (cells["hidden_size"] == 64) & (cells["lr"] < 2.0**-6)
+    assert list(transfer.transfer(cells[~few]).reset_index()["hidden_size"]) == [256]  # compared with 128
 
 
 def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> None:
@@ -165,6 +187,32 @@ def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> Non
     assert [[text.get_text() for text in axis.get_legend().get_texts()] for axis in panels] == [
         *(["64", "256"], ["64", "256"], ["4", "16"])
     ]
+
+
+def test_the_figures_of_the_study_show_their_tables() -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0, ("mup", 4, 256): -8.1})
+    (axis,) = figure.draw_shifts(transfer.transfer(cells), "finding").axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        *("gpt, pre, standard, 4 x 256", "gpt, pre, mup, 4 x 256")
+    ]
+    placements = [cells.assign(norm_order=order, qk_norm=qk) for order in ("pre", "post") for qk in (False, True)]
+    (axis,) = figure.draw_sensitivity(pd.concat(placements).assign(unigram=4.1), "finding").axes
+    names = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert names == ["pre", "pre, QK-norm", "post", "post, QK-norm"]
+    assert max(np.max(line.get_ydata()) for line in axis.get_lines()) == pytest.approx(4.1)
+    n, d, losses = drawn(0.003)
+    arm = dict(zip(decide.ARM, ("gpt", "pre", False, "mup"), strict=True))
+    runs = pd.DataFrame(arm | {"parameters": n, "tokens": d, "loss": losses, "num_layers": 4, "hidden_size": n})
+    runs = runs.assign(lr=0.008, without_embeddings=n / 2, flops=7 * n * d)
+    (axis,) = figure.draw_law(runs, "finding").axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+        *("0.25 M tokens", "0.50 M tokens", "1.00 M tokens")
+    ]
+    table = decide.laws(runs, num_resamples=20)
+    (axis,) = figure.draw_exponents(table, "finding").axes
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert names[:3] == ["ours, parameters", "ours, without embeddings", "ours, FLOPs / 6 tokens"]
+    assert table["exponent"].between(table["exponent_low"], table["exponent_high"]).all() and "Kaplan" in names[3]
 
 
 def test_planned_cells_have_the_folders_of_the_sweep() -> None:
@@ -255,7 +303,7 @@ def test_your_own_runs_are_read_from_their_folders_and_must_agree(tmp_path, monk
     assert (cells["parameters"] > cells["without_embeddings"]).all() and cells["loss"].between(5, 7).all()
     assert cells["unigram"].between(3, 7).all()
     monkeypatch.setattr(sys, "argv", ["decide.py", str(tmp_path / "sweep"), "--figure", str(tmp_path / "rates.png")])
-    assert decide.main() == 0 and "gpt" in capsys.readouterr().out
+    assert decide.main() == 0 and "keeping that one is worse\ntoo few runs" in capsys.readouterr().out  # one rate
     assert (tmp_path / "rates.png").stat().st_size > 10_000
     other = json.loads(json.dumps(runs))
     other["other"] = next(iter(runs.values())) | {
