@@ -93,14 +93,16 @@ def format_reference() -> str:
         lines.append(f"## {script}\n")
         for prefix, cls in groups(config):
             title = f"### `{prefix}`\n" if prefix else ""
-            rows = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in keys(cls, prefix, conf)]
+            rows = list(keys(cls, prefix, conf))
             intro = " ".join(inspect.getdoc(cls).split("\n\n")[0].split())
             if (prefix, cls) in seen:
                 earlier, known = seen[prefix, cls]
-                rows = [row for row in rows if row not in known]
-                intro = f"As in {earlier}" + (", except for these defaults:" if rows else ".")
+                other = [f"`{name}` is {default}" for name, _, default, _ in sorted(set(rows) - set(known))]
+                intro = f"As in {earlier}" + (f", but by default {', '.join(other)}." if other else ".")
+                rows = []
             else:
                 seen[prefix, cls] = script, rows
+            rows = [f"| `{name}` | {' | '.join(cells)} |" for name, *cells in rows]
             table = ["", "| key | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
             lines.append("\n".join([title, intro, *table, ""]).lstrip())
     return "\n".join(lines)
