@@ -30,7 +30,7 @@ from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import with_busy_device
 from lmscale.planner.workload import Workload
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "benchmarks" / "records"
@@ -281,8 +281,6 @@ def main() -> int:
         print(compare(json.loads(path.read_text(encoding="utf-8")), options.results, options.card))
         return 0
     record = forecast(options.card)
-    for name, entry in record["metrics"].items():
-        print(f"{name:<52}{entry['value']:>12.4g} {entry['unit']}")
     for name, shares in record["config"]["binds"].items():
         print(f"{name:<34}" + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
     for name, entries in record["config"]["host"].items():
@@ -292,8 +290,7 @@ def main() -> int:
         print(f"{name:<34}" + ", ".join(words))
     for name, shares in record["config"]["goals"].items():
         print(f"{name:<16}" + ", ".join(f"{change} {share:.3f}" for change, share in shares.items()))
-    write_record(record, path)
-    print(f"record: {path}")
+    report(record, path)
     return 0
 
 

@@ -21,7 +21,7 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DEPTHS = 24, 72
@@ -76,7 +76,7 @@ def measure(rounds: int, moments: str) -> dict[str, dict]:
     return metrics | {"parameters": {"value": number, "unit": f"tensors at {DEPTHS[1]} layers"}}
 
 
-def main() -> int:
+def main() -> None:
     """Measure, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
@@ -85,15 +85,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     metrics = measure(options.rounds, options.moments)
-    for name, entry in metrics.items():
-        print(f"{name:<24}{entry['value']:>12.6g} {entry['unit']}")
-    if options.record is not None:
-        config = {"rounds": options.rounds, "moments": options.moments, "dtype": "bf16", "num_layers": DEPTHS}
-        record = new_record("host_time", "run", config, 1, metrics, device="cpu", layout={"threads_per_rank": 1})
-        write_record(record, options.record)
-        print(f"record: {options.record}")
-    return 0
+    config = {"rounds": options.rounds, "moments": options.moments, "dtype": "bf16", "num_layers": DEPTHS}
+    layout = {"threads_per_rank": 1}
+    report(new_record("host_time", "run", config, 1, metrics, device="cpu", layout=layout), options.record)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

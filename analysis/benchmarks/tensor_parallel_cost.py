@@ -30,7 +30,7 @@ from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 from lmscale.training.runtime.cpu_settings import keep_heap
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
@@ -174,15 +174,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
         metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)
-    for name, entry in metrics.items():
-        print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")
-    if options.record is not None:
-        config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
-        config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
-        layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
-        record = new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout)
-        write_record(record, options.record)
-        print(f"record: {options.record}")
+    config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
+    config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
+    layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
+    report(new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout), options.record)
     return 0
 
 

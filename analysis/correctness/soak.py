@@ -21,11 +21,12 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 SAVE_EVERY, KEEP_LAST = 5, 3
@@ -81,7 +82,10 @@ def main() -> int:
     finally:
         untouched.end()
     differences = compare(folder / "soaked", folder / "untouched")
-    return report(soak, differences, options, steps, time.time() - start, options.record or folder / "soak.json")
+    report(to_record(soak, differences, options, steps, time.time() - start), options.record or folder / "soak.json")
+    for line in soak.lost:
+        print(line)
+    return 1 if soak.lost or any(differences.values()) else 0
 
 
 class Soak:
@@ -235,18 +239,16 @@ def _read_rows(folder: Path) -> list[tuple[str, ...]]:
         return [(row["step"], row["train/loss"], row["grad_norm"], row["lr"]) for row in csv.DictReader(file)]
 
 
-def report(
-    soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float, path: Path
-) -> int:
-    """Print the metrics and write the record; returns exit code 1 if anything was lost or differs, else 0."""
-    for line in soak.lost:
-        print(line)
+def to_record(
+    soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float
+) -> dict[str, Any]:
+    """The record of the kills and of what was lost."""
     metrics = {f"kills/{name}": {"value": count, "unit": "kills"} for name, count in soak.kills.items()}
     metrics["kills_in_mid_save"] = {"value": soak.num_in_save, "unit": "kills"}
     metrics["checkpoints_lost"] = {"value": len(soak.lost), "unit": "checkpoints"}
     metrics |= {f"differing/{name}": {"value": count, "unit": name} for name, count in differences.items()}
     metrics["time"] = {"value": seconds, "unit": "s"}
-    record = new_record(
+    return new_record(
         name="soak",
         kind="run",
         config={"overrides": list(SETTINGS), "kills": options.kills},
@@ -256,11 +258,6 @@ def report(
         layout={"tp_size": 2, "dp_size": 1, "threads_per_rank": 1},
         steps=[0, steps],
     )
-    write_record(record, path)
-    for name, entry in metrics.items():
-        print(f"{name:<32}{entry['value']:>8.6g} {entry['unit']}")
-    print(f"record: {path}")
-    return 1 if soak.lost or any(differences.values()) else 0
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from analysis.report.records import add_line, read_lines
 from analysis.running import run_python
-from lmscale.results import new_record, write_record
+from lmscale.results import new_record, report
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "finetuning" / "records"
@@ -225,10 +225,7 @@ def main() -> int:
     for seed, kind, task in itertools.product(options.seeds, KINDS, options.tasks):
         if (name := f"{task}_{kind}_{seed}") not in recorded:
             add_line(options.records, name, run_one(name, task, kind, seed, bert, data[task], outputs))
-    record = summarize(read_lines(options.records))
-    write_record(record, options.records.with_suffix(".json"))
-    print(*(f"{name} = {entry['value']:.6g} {entry['unit']}" for name, entry in record["metrics"].items()), sep="\n")
-    print(f"record: {options.records.with_suffix('.json')}")
+    report(summarize(read_lines(options.records)), options.records.with_suffix(".json"))
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 from analysis.norm_order.run_folder import NATS, describe_losses, read_rows, reference_losses, training_samples
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 FORECAST = ROOT / "analysis" / "norm_order" / "records" / "true_widths_forecast.json"
@@ -187,11 +187,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    write_record(record, options.record)
-    for name, entry in record["metrics"].items():
-        if entry["value"] is not None:
-            print(f"{name:<40}{entry['value']:>12.5g} {entry['unit']}")
-    print(f"record: {options.record}")
+    report(record, options.record)
     return 0
 
 

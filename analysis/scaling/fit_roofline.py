@@ -23,7 +23,7 @@ from lmscale.planner.operation import Operation, product, times
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 from lmscale.planner.workload import Workload
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "analysis" / "scaling" / "records" / "roofline.json"
@@ -264,7 +264,7 @@ def measure(constants: dict[str, float]) -> dict[str, dict]:
     return metrics
 
 
-def main() -> int:
+def main() -> None:
     """Fit, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=RECORD)
@@ -273,15 +273,12 @@ def main() -> int:
     metrics = measure(constants)
     other = fit("held out")
     metrics |= {f"other half/{name}": {"value": other[name], "unit": entry[0]} for name, entry in CONSTANTS.items()}
-    for name, entry in metrics.items():
-        print(f"{name:<60}{entry['value']:>9.3f} {entry['unit']}")
     config = {
         "ranges": {name: {"unit": e[0], "low": e[1], "high": e[2], "why": e[3]} for name, e in CONSTANTS.items()},
         "runs": [dataclasses.asdict(run) for run in RUNS],
     }
-    write_record(new_record("roofline", "modelled", config, None, metrics), options.record)
-    return 0
+    report(new_record("roofline", "modelled", config, None, metrics), options.record)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -160,6 +160,16 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
     write_atomically(path, text.encode())
 
 
+def report(record: dict[str, Any], path: str | Path | None = None) -> None:
+    """Print the metrics of a measurement, and write its record if there is a path for it."""
+    for name, entry in record["metrics"].items():
+        value = entry["non_finite"] if entry["value"] is None else f"{entry['value']:.6g}"
+        print(f"{name:<44} {value:>12} {entry['unit']}", flush=True)
+    if path is not None:
+        write_record(record, path)
+        print(f"record: {path}")
+
+
 def check_no_record(folder: str | Path) -> None:
     """Check that a run folder has no record, which the run would overwrite.
 

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from analysis.benchmarks.gpu.device import require_device
 from analysis.benchmarks.gpu.timing import median_time_s
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 TIMEOUT = timedelta(seconds=60)
@@ -132,12 +132,9 @@ def main() -> None:
         metrics = measure(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    for name, entry in metrics.items():
-        print(f"{name:<44} {entry['value']:.4g} {entry['unit']}")
-    if options.record is not None:
-        config = {key: value for key, value in vars(options).items() if key != "record"}
-        device = torch.cuda.get_device_name() if options.accelerator == "gpu" else "cpu"
-        write_record(new_record("collective_bandwidth", "run", config, None, metrics, device=device), options.record)
+    config = {key: value for key, value in vars(options).items() if key != "record"}
+    device = torch.cuda.get_device_name() if options.accelerator == "gpu" else "cpu"
+    report(new_record("collective_bandwidth", "run", config, None, metrics, device=device), options.record)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 
 from analysis.benchmarks.gpu.device import require_device
 from analysis.benchmarks.gpu.timing import median_time_s
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
@@ -97,10 +97,8 @@ def main() -> None:
     config = {key: value for key, value in vars(options).items() if key != "record"}
     record = new_record("gpu_facts", "run", config, options.seed, metrics, device=name)
     record["environment"] |= environment(device)
-    for key, entry in record["metrics"].items():
-        print(f"{key:<32} {entry['value']:.4g} {entry['unit']}")
     print(record["environment"])
-    write_record(record, options.record)
+    report(record, options.record)
 
 
 if __name__ == "__main__":

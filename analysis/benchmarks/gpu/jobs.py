@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
 
 from analysis.benchmarks.gpu.device import require_device
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[3]
 BOUND = 1e-6  # relative, in fp64: sums in another order, which Adam's division magnifies
@@ -102,13 +102,13 @@ def main() -> int:
     gaps = {job: largest_gap(found[job], expected[job]) for job in found}
     metrics = {f"{job}/gap": {"value": gap, "unit": "relative to a CPU"} for job, gap in gaps.items()}
     metrics["background_saves"] = {"value": min(saved), "unit": "checkpoints"}
-    for key, entry in metrics.items():
-        print(f"{key:<32} {entry['value']:.4g} {entry['unit']}")
+    record = new_record("gpu_jobs", "run", {"bound": BOUND}, None, metrics, device=name)
     bad = [job for job, gap in gaps.items() if not gap <= BOUND]
     if bad or min(saved) != NUM_STEPS // 5:
+        report(record)
         print(f"error: these differ by more than {BOUND:g}: {', '.join(bad) or 'none'}; saved {saved}", file=sys.stderr)
         return 1
-    write_record(new_record("gpu_jobs", "run", {"bound": BOUND}, None, metrics, device=name), options.record)
+    report(record, options.record)
     return 0
 
 
