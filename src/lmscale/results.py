@@ -87,7 +87,7 @@ def new_record(
         "finished": now.isoformat(timespec="seconds"),
         "steps": steps,
         "layout": layout,
-        "metrics": {metric: _checked(metric, entry) for metric, entry in metrics.items()},
+        "metrics": {metric: checked_metric(metric, entry) for metric, entry in metrics.items()},
         "paths": {},  # a field of record version 1 that nothing fills
         "environment": collect_environment(device) | ({} if settings is None else {"settings": settings}),
         "config": _portable(config),
@@ -213,7 +213,12 @@ def validation_set(record: dict[str, Any]) -> str:
     return f"{family:s}, {size}, set {hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 
-def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
+def checked_metric(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """A metric as a record has it.
+
+    Raises:
+        ValueError: it is not a number with a unit.
+    """
     value, unit = (entry.get("value"), entry.get("unit")) if isinstance(entry, dict) else (entry, None)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(unit, str):
         raise ValueError(f"metric `{metric}` must be a number with a unit, but is {entry!r}")
