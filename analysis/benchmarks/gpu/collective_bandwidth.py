@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from analysis.benchmarks.gpu.device import require_device
-from analysis.benchmarks.gpu.timing import median_time_s
+from analysis.benchmarks.gpu.device import median_time_s, require_device
 from lmscale.results import new_record, record_argument, report
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")

@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, 
 
 import torch
 
-from analysis.benchmarks.gpu.device import require_device
-from analysis.benchmarks.gpu.timing import median_time_s
+from analysis.benchmarks.gpu.device import median_time_s, require_device
 from lmscale.results import new_record, record_argument, report
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
