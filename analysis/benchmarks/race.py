@@ -6,7 +6,6 @@ not reach the others.
 
 import multiprocessing
 import os
-import pickle
 import statistics
 import sys
 import time
@@ -104,7 +103,8 @@ class Racer:
     """A contender in its own process, which waits while the others run.
 
     Raises:
-        whatever the contender raises, in `run`; a RuntimeError with its traceback if that cannot be pickled.
+        ValueError: in `run`, as the contender raises it.
+        RuntimeError: in `run`, with the traceback of any other error.
     """
 
     def __init__(self, name: str, bench: BenchConfig) -> None:
@@ -156,14 +156,11 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
             pipe.send((times, losses, peak))
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
-    except Exception as error:  # every other error must reach it
-        text = "".join(traceback.format_exception(error))
-        error.add_note(text)  # a pickled one has no traceback
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # of a local class, or with an argument that has no pickle
-            error = RuntimeError(f"{name}: {text}")
+    except ValueError as error:  # of the user
+        error.add_note(traceback.format_exc())  # a pickled one has no traceback
         pipe.send(error)
+    except Exception:  # may have no pickle
+        pipe.send(RuntimeError(f"{name}: {traceback.format_exc()}"))
 
 
 def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Contender:

@@ -100,13 +100,13 @@ class Trainee:
         return sum(kept.values())
 
 
-def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
+def worker(rank: int, folder: str, rounds: int, steps: int) -> None:
     """Run one of the two ranks; rank 0 writes the results."""
     torch.set_num_threads(1)
     keep_heap()
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    channel = None if over_gloo else open_channel(dist.group.WORLD, TIMEOUT)
+    channel = open_channel(dist.group.WORLD, TIMEOUT)
     both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, tp_communicator=channel)
     cut = dataclasses.replace(both, sequence_parallel=True)
     found: dict[str, dict] = {}
@@ -164,7 +164,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps per turn")
-    parser.add_argument("--over-gloo", action="store_true", help="all-reduce over TCP instead of shared memory")
     parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
@@ -172,7 +171,7 @@ def main() -> int:
         return 2
     load = os.getloadavg()[0]  # before our own processes start
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
+        mp.spawn(worker, (folder, options.rounds, options.steps), nprocs=2, join=True)
         metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)
     config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
     config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
