@@ -12,14 +12,15 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
 
 from analysis.benchmarks.gpu.device import require_device
+from analysis.running import ROOT, run_python
 from lmscale.results import new_record, record_argument, report
 
-ROOT = Path(__file__).resolve().parents[3]
 BOUND = 1e-6  # relative, in fp64: sums in another order, which Adam's division magnifies
 LENGTH, NUM_STEPS = 32, 20
 EXACT = "precision=fp64"
@@ -46,21 +47,11 @@ ZERO_SHOT = ["task=wikitext103", "task.path=LICENSE", f"task.window={LENGTH}", "
 GENERATE = ["prompt=The ", "temperature=0", "max_new_tokens=16", "stream=false"]
 
 
-def run(script: str, *words: str) -> None:
-    """Run an entry point.
-
-    Raises:
-        RuntimeError: it failed; with its last line.
-    """
-    done = subprocess.run([sys.executable, script, *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
-
-
 def run_jobs(folder: Path, device: str) -> dict[str, list[float]]:
     """Every job on one device; returns its numbers."""
     gpt, bert, out = folder / "gpt", folder / "bert", folder / device
     text, where = out / "text.jsonl", f"accelerator={device}"
+    run = partial(run_python, cwd=ROOT)
     run("finetune/run.py", f"ckpt={bert}", *FINETUNE, f"trainer.{where}", EXACT, f"hydra.run.dir={out / 'finetune'}")
     run("src/zero_shot.py", f"ckpt={gpt}", *ZERO_SHOT, where, EXACT, f"hydra.run.dir={out}")
     run("src/generate.py", f"ckpt={gpt}", *GENERATE, where, EXACT, f"out={text}")
@@ -91,11 +82,11 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         for family in ("gpt", "bert"):
             where = [f"trainer.accelerator={device}", f"hydra.run.dir={folder / family}"]
-            run("src/train.py", f"model={family}_tiny", *TRAIN, *where)
+            run_python("src/train.py", f"model={family}_tiny", *TRAIN, *where, cwd=ROOT)
         found = run_jobs(folder, device)
         shutil.move(folder / device, folder / "device")  # a rehearsal's device is a CPU too
         expected = run_jobs(folder, "cpu")
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     saved = [len(list((folder / family / "checkpoints").glob("step_*.ckpt"))) for family in ("gpt", "bert")]
