@@ -22,7 +22,6 @@ matplotlib.use("Agg")  # no display is needed
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 
 from analysis.demo.ngram import context_free_losses, kneser_ney_losses
 from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
@@ -113,7 +112,6 @@ def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path:
             ends = {name: (last, loss, GREY) for name, loss in references.items()}
             label_ends(axis, ends | {"model": (last, found["after"], BLUE)})
             axis.set(title=TITLES[model], xlabel="optimizer step", ylabel="loss, nats per token", xlim=(0, last))
-        sns.despine(figure)
         figure.savefig(path)
 
 

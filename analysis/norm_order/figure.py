@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -140,7 +139,6 @@ def _panels(
         for top, bottom, value in zip(axes[0], axes[-1], values, strict=True):
             top.set_title(heading.format(value))
             bottom.set_xlabel(x)
-        sns.despine(figure)
     return figure
 
 

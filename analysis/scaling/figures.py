@@ -95,7 +95,6 @@ def draw_parts(rows: pd.DataFrame) -> Figure:
         axis.invert_yaxis()
         axis.set(xlabel="% of the parameters", xlim=(0, 100))
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        sns.despine(figure)
     return figure
 
 
@@ -143,5 +142,4 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
         for gib in devices.values():
             axis.hlines(gib, 1, 8.3, color=GREY, linewidth=0.8, linestyle=":")
         label_ends(axis, {f"{name}, {gib:.1f}": (1, gib, GREY) for name, gib in devices.items()})
-        sns.despine(figure)
     return figure
