@@ -72,9 +72,15 @@ def race(bench: BenchConfig) -> dict:
         for racer in racers.values():
             racer.close()
     record = _record(bench, device, times, losses, memory)
-    problem = _compare_losses(losses, bench.max_loss_difference)
-    if problem is not None:
-        raise LossesDifferError(problem, record)
+    ours, bound = statistics.mean(losses["ours"]), bench.max_loss_difference
+    for name, found in losses.items():
+        difference = abs(statistics.mean(found) / ours - 1)
+        if not difference <= bound:
+            message = (
+                f"`max_loss_difference` must be at least {difference:.4f} for {name}, whose mean loss is "
+                f"{statistics.mean(found):.4f} and ours {ours:.4f}, but is {bound}; no record is written"
+            )
+            raise LossesDifferError(message, record)
     return record
 
 
@@ -185,19 +191,6 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _compare_losses(losses: dict[str, list[float]], bound: float) -> str | None:
-    """An error message for the first peer whose loss differs by more than `bound`, or None."""
-    ours = statistics.mean(losses["ours"])
-    for name, found in losses.items():
-        difference = abs(statistics.mean(found) / ours - 1)
-        if not difference <= bound:
-            return (
-                f"`max_loss_difference` must be at least {difference:.4f} for {name}, whose mean loss is "
-                f"{statistics.mean(found):.4f} and ours {ours:.4f}, but is {bound}; no record is written"
-            )
-    return None
 
 
 def _record(

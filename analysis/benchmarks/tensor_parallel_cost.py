@@ -41,16 +41,8 @@ VOCAB, BATCH, SEQ_LENGTH = 8192, 8, 256
 def make_config(shape: str, dropout: float) -> TransformerConfig:
     """The GPT of a named shape."""
     hidden, heads, layers = SHAPES[shape]
-    return TransformerConfig(
-        family="gpt",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        vocab_size=VOCAB,
-        max_position_embeddings=SEQ_LENGTH,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-    )
+    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    return TransformerConfig("gpt", layers, hidden, heads, VOCAB, SEQ_LENGTH, **dropouts)
 
 
 class Trainee:

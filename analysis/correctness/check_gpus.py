@@ -21,7 +21,6 @@ import argparse
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import torch
 
-from analysis.benchmarks.gpu.gpu_facts import environment
+from analysis.benchmarks.gpu.gpu_facts import environment, nvidia_smi
 from analysis.benchmarks.trace_shares import read_events, shares
 from analysis.correctness.check_parts import (
     Check,
@@ -73,7 +72,8 @@ def describe_machine(accelerator: str, ranks: int) -> tuple[list[str], dict]:
     names = (
         [torch.cuda.get_device_name(i) for i in range(ranks)] if accelerator == "gpu" else ["process on a CPU"] * ranks
     )
-    facts |= {"devices": names, "topology": _topology() if accelerator == "gpu" else None}
+    topology = (nvidia_smi("topo", "-m") or "").split("\nLegend")[0].strip() if accelerator == "gpu" else ""
+    facts |= {"devices": names, "topology": topology or None}
     devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     driver = (facts["nvidia_smi"] or "").splitlines()[1:2]
     lines = [
@@ -82,15 +82,7 @@ def describe_machine(accelerator: str, ranks: int) -> tuple[list[str], dict]:
         f"Python {sys.version.split()[0]}",
         f"driver (nvidia-smi): {driver[0] if driver else 'not available'}",
     ]
-    return lines + (facts["topology"] or "").splitlines(), facts
-
-
-def _topology() -> str | None:
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\nLegend")[0].strip() or None
+    return lines + topology.splitlines(), facts
 
 
 def measure_bandwidth(check: Check) -> None:

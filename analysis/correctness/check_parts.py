@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from analysis.correctness import parity
-from analysis.correctness.soak import compare, is_running, ranks_of
+from analysis.correctness.soak import compare, is_running, last_step, ranks_of
 from analysis.running import Subprocess
 from lmscale.config import Layout
 
@@ -238,12 +238,10 @@ def _wait_for_step(run_dir: Path, job: Subprocess, step: int) -> int:
         RuntimeError: the job ended first, or took longer than its limit.
     """
     deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(FileNotFoundError):
-            lines = (run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
-            if len(lines) > step:
-                return int(lines[-1].split(",")[0])
+    while (reached := last_step(run_dir)) < step:
         if job.process.poll() is not None:
             raise RuntimeError(f"the job ended before step {step}; see {job.log}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no step {step} after {LIMIT_S} s; see {job.log}")
         time.sleep(0.005)
-    raise RuntimeError(f"no step {step} after {LIMIT_S} s; see {job.log}")
+    return reached

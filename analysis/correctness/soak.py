@@ -135,12 +135,12 @@ class Soak:
 
     def _wait_for_progress(self) -> int:
         """Wait until the current start has written a row; returns the last step."""
-        before, deadline = self._last_step(), time.monotonic() + 180
-        while self._last_step() <= before:
+        before, deadline = last_step(self.run_dir), time.monotonic() + 180
+        while last_step(self.run_dir) <= before:
             if self.job.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the job ended or made no progress; see {self.log}")
             time.sleep(0.02)
-        return self._last_step()
+        return last_step(self.run_dir)
 
     def _wait_until_gone(self, ranks: list[int]) -> None:
         deadline = time.monotonic() + 30
@@ -157,14 +157,6 @@ class Soak:
                 return True
         return False
 
-    def _last_step(self) -> int:
-        """Last step in metrics.csv; it may decrease, because a resumed start first removes rows."""
-        try:
-            lines = (self.run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return 0
-        return int(lines[-1].split(",")[0]) if len(lines) > 1 else 0
-
     def _check_checkpoints(self, before: set[int]) -> None:
         """Check that every complete checkpoint is valid and still exists, unless newer ones replaced it."""
         found = list_checkpoints(self.run_dir / "checkpoints")
@@ -178,6 +170,15 @@ class Soak:
                 damage = str(error)
             if damage and path.exists():  # a restarted job may have removed an old one meanwhile
                 self.lost.append(f"{path.name}: {damage}")
+
+
+def last_step(run_dir: Path) -> int:
+    """Last step in metrics.csv; it may decrease, because a resumed start first removes rows."""
+    try:
+        lines = (run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return 0
+    return int(lines[-1].split(",")[0]) if len(lines) > 1 else 0
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -226,16 +227,9 @@ def to_record(
     metrics["checkpoints_lost"] = {"value": len(soak.lost), "unit": "checkpoints"}
     metrics |= {f"differing/{name}": {"value": count, "unit": name} for name, count in differences.items()}
     metrics["time"] = {"value": seconds, "unit": "s"}
-    return new_record(
-        name="soak",
-        kind="run",
-        config={"overrides": list(SETTINGS), "kills": options.kills},
-        seed=options.seed,
-        metrics=metrics,
-        device="cpu",
-        layout={"tp_size": 2, "dp_size": 1, "threads_per_rank": 1},
-        steps=[0, steps],
-    )
+    config = {"overrides": list(SETTINGS), "kills": options.kills}
+    layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("soak", "run", config, options.seed, metrics, device="cpu", layout=layout, steps=[0, steps])
 
 
 if __name__ == "__main__":

@@ -120,30 +120,21 @@ def summarize(measured: dict[str, dict[str, float]]) -> str:
     expected = json.loads(COMMITTED.read_text(encoding="utf-8"))["metrics"]
     lines = []
     for model, found in measured.items():
-        lines += [
-            "",
-            f"{TITLES[model]}: validation loss in nats per token, lower is better",
-            f"{'':10}{'now':>8}{'expected':>10}",
-        ]
-        for name, meaning in MEANING.items():
-            if name in found:
-                bits = (
-                    f", {found[f'{name}/bits_per_byte']:.2f} bits per byte" if f"{name}/bits_per_byte" in found else ""
-                )
-                recorded = (
-                    f"{expected[f'{model}/{name}']['value']:10.3f}" if f"{model}/{name}" in expected else f"{'':10}"
-                )
-                lines.append(f"{name:10}{found[name]:8.3f}{recorded}  {meaning}{bits}")
+        lines += ["", f"{TITLES[model]}: validation loss in nats per token, lower is better"]
+        lines += [f"{'':10}{'now':>8}{'expected':>10}"]
+        for name in (name for name in MEANING if name in found):
+            entry, bits = expected.get(f"{model}/{name}"), found.get(f"{name}/bits_per_byte")
+            recorded = f"{entry['value']:10.3f}" if entry else f"{'':10}"
+            also = f", {bits:.2f} bits per byte" if bits else ""
+            lines.append(f"{name:10}{found[name]:8.3f}{recorded}  {MEANING[name]}{also}")
         gain = found["unigram"] - found["after"]
         state = "has learned" if gain >= MARGIN_NATS[model] else "HAS NOT LEARNED ENOUGH"
         lines.append(f"It {state}: {gain:.3f} nats below the unigram (required: {MARGIN_NATS[model]}).")
         if "context-free" in found:
             below = found["context-free"] - found["after"]
-            lines.append(
-                f"It uses other positions: {below:.3f} nats below context-free."
-                if below > 0
-                else "It is not below context-free, so this does not show that it uses other positions."
-            )
+            shown = f"It uses other positions: {below:.3f} nats below context-free."
+            not_shown = "It is not below context-free, so this does not show that it uses other positions."
+            lines.append(shown if below > 0 else not_shown)
     return "\n".join(lines)
 
 

@@ -15,9 +15,9 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
-from .cells import STEP, learned_means
+from .cells import STATISTICS, STEP, learned_means
 from .decide import LIMIT_GROUPS, Rule, mechanism_cells, observations, rate, read_limits
-from .outcome_table import NAMES, STATISTICS
+from .outcome_table import NAMES
 from .run_folder import NATS
 
 GREEN = "#00795a"

@@ -22,7 +22,7 @@ FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,po
 def environment(device: torch.device) -> dict:
     """Facts that the record's environment lacks: driver, CUDA libraries and the device's properties."""
     facts = {
-        "nvidia_smi": _nvidia_smi(),
+        "nvidia_smi": nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "has_triton": importlib.util.find_spec("triton") is not None,
@@ -61,11 +61,10 @@ def product_size(text: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def _nvidia_smi() -> str | None:
+def nvidia_smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints; None where there is none."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv"], capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
