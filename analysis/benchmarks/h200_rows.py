@@ -82,13 +82,10 @@ def scaling(path: Path, records: list[Path]) -> str:
     if sizes[0] != 1 or len({run["config"]["global_batch_size"] for run in found}) > 1:
         raise ValueError(f"the runs must begin with one GPU and have one batch size, but have tp_size {sizes}")
     steps = [read_finite(record, "train/step") for record in records]
-    metrics = {
-        f"figure_5/mp/{size}_gpu{'s' * (size > 1)}": {
-            "value": efficiency(config, size, step, configs[0], steps[0]),
-            "unit": "% of linear",
-        }
-        for size, config, step in zip(sizes, configs, steps, strict=True)
-    }
+    metrics = {}
+    for size, config, step in zip(sizes, configs, steps, strict=True):
+        percent = efficiency(config, size, step, configs[0], steps[0])
+        metrics[f"figure_5/mp/{size}_gpu{'s' * (size > 1)}"] = {"value": percent, "unit": "% of linear"}
     settings = {"runs": [run["config"]["name"] for run in found]}
     write_record(new_record("figure_5", "run", settings, None, metrics, device=found[0]["environment"]["device"]), path)
     return ", ".join(f"{name}: {entry['value']:.1f} %" for name, entry in metrics.items())

@@ -99,17 +99,15 @@ def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path:
     with house_style():
         figure = page_figure("GPT ends {:.2f} nats below a unigram, BERT {:.2f}".format(*gains), 3.4)
         for axis, (model, run_dir) in zip(figure.subplots(1, 2), run_dirs.items(), strict=True):
-            table, term, found = pd.read_csv(run_dir / "metrics.csv"), TERM[model], measured[model]
-            column = f"train/{term}" if f"train/{term}" in table else "train/loss"
-            axis.plot(table["step"], table[column], color=BLUE, alpha=0.35, linewidth=0.8)
-            scored = table.dropna(subset=[f"val/{term}"])
-            axis.plot(scored["step"], scored[f"val/{term}"], color=BLUE, marker="o", markersize=4)
-            last = table["step"].iloc[-1]
-            names = ("unigram", "bigram", "trigram", "context-free")
-            references = {name: found[name] for name in names if name in found}
-            for loss in references.values():
-                axis.axhline(loss, color=GREY, linewidth=0.9, linestyle=":")
-            ends = {name: (last, loss, GREY) for name, loss in references.items()}
+            curve, found = read_curve(model, run_dir), measured[model]
+            axis.plot(curve["step"], curve["train"], color=BLUE, alpha=0.35, linewidth=0.8)
+            scored = curve.dropna(subset=["val"])
+            axis.plot(scored["step"], scored["val"], color=BLUE, marker="o", markersize=4)
+            last, ends = curve["step"].iloc[-1], {}
+            for name in ("unigram", "bigram", "trigram", "context-free"):
+                if name in found:
+                    axis.axhline(found[name], color=GREY, linewidth=0.9, linestyle=":")
+                    ends[name] = last, found[name], GREY
             label_ends(axis, ends | {"model": (last, found["after"], BLUE)})
             axis.set(title=TITLES[model], xlabel="optimizer step", ylabel="loss, nats per token", xlim=(0, last))
         figure.savefig(path)
@@ -138,12 +136,12 @@ def summarize(measured: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def read_curve(model: str, run_dir: Path) -> list[dict[str, float]]:
-    """Training and validation loss, and throughput, at the steps that were validated."""
+def read_curve(model: str, run_dir: Path) -> pd.DataFrame:
+    """Training and validation loss, and throughput, by step: columns step, train, val and tokens_per_s."""
     table = pd.read_csv(run_dir / "metrics.csv")
     train = f"train/{TERM[model]}" if f"train/{TERM[model]}" in table else "train/loss"
     names = {"step": "step", train: "train", f"val/{TERM[model]}": "val", "tokens_per_s": "tokens_per_s"}
-    return table[list(names)].rename(columns=names).dropna().round(4).to_dict("records")
+    return table[list(names)].rename(columns=names)
 
 
 def record_losses(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], seconds: float, path: Path) -> None:
@@ -155,7 +153,8 @@ def record_losses(run_dirs: dict[str, Path], measured: dict[str, dict[str, float
         for name, value in found.items():
             unit = "bits/byte" if name.endswith("bits_per_byte") else "nats/token"
             metrics[f"{model}/{name}"] = {"value": value, "unit": unit}
-    curves = {model: read_curve(model, run_dir) for model, run_dir in run_dirs.items()}
+    tables = {model: read_curve(model, run_dir) for model, run_dir in run_dirs.items()}
+    curves = {model: table.dropna().round(4).to_dict("records") for model, table in tables.items()}  # as validated
     config, layout = {"titles": TITLES, "curves": curves}, {"tp_size": 2, "dp_size": 1}
     write_record(new_record("demo", "scaled_down", config, 1234, metrics, layout=layout), path)
 

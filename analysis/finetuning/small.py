@@ -164,11 +164,6 @@ def run_one(name: str, task: str, kind: str, seed: int, bert: Path, data: tuple[
     return json.loads((outputs / name / "record.json").read_text(encoding="utf-8"))
 
 
-def num_scored(record: dict[str, Any]) -> int:
-    """Number of examples in all scored sets of a run."""
-    return sum(size["examples"] for name, size in record["config"]["sets"].items() if name != "train")
-
-
 def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Medians of both kinds, their difference, and two standard errors of the difference.
 
@@ -178,7 +173,8 @@ def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     scores = {kind: [run["metrics"][case.metric]["value"] for run in runs[kind]] for kind in KINDS}
     medians = {kind: statistics.median(values) for kind, values in scores.items()}
     seeds = sum(statistics.variance(values) / len(values) for values in scores.values()) ** 0.5
-    count = num_scored(runs["pretrained"][0])
+    sets = runs["pretrained"][0]["config"]["sets"]
+    count = sum(size["examples"] for name, size in sets.items() if name != "train")  # scored
     examples = sum(value * (100 - value) / count for value in medians.values()) ** 0.5
     difference = medians["pretrained"] - medians["from_scratch"]
     times = [run["metrics"]["train_time"]["value"] for run in runs["pretrained"] + runs["from_scratch"]]

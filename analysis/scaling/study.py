@@ -255,7 +255,7 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
         dp_size: data ranks of every row; the first row's time is always that of one GPU.
 
     Returns:
-        the share, and per row milliseconds and % of linear scaling.
+        the share, and the % of linear scaling of each row.
 
     Raises:
         ValueError: no share between 0 and 3 gives this time (the signs at both ends are equal).
@@ -267,11 +267,10 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
         return study_time(shape.config, layout, cluster, micro_batch_size, share).total
 
     share = optimize.brentq(lambda share: seconds(share, first_shape) - first_ms / 1e3, 1e-6, 3.0)
-    first, table = seconds(share, first_shape), []
-    for shape in LATER_SHAPES:
-        time = seconds(share, shape, dp_size)
-        table.append((time * 1e3, efficiency(shape.config, shape.tp_size, time, first_shape.config, first)))
-    return share, table
+    first = first_shape.config, seconds(share, first_shape)
+    return share, [
+        efficiency(shape.config, shape.tp_size, seconds(share, shape, dp_size), *first) for shape in LATER_SHAPES
+    ]
 
 
 def scaled_to(cluster: Cluster, peak_fp16: float, copy_ratio: float, link_ratio: float) -> Cluster:

@@ -28,21 +28,12 @@ TABLE = "finetune/example_qqp.tsv"
 TRAIN = [
     *(f"model.max_position_embeddings={LENGTH}", f"data.seq_length={LENGTH}", f"trainer.max_steps={NUM_STEPS}"),
     *("trainer.num_validation_samples=8", "trainer.progress_bar=false", "schedule.warmup_steps=2"),
-    *(
-        "checkpoint.async=true",
-        "checkpoint.save_every_steps=5",
-        "checkpoint.keep_last=null",
-        "logger.tensorboard=false",
-    ),
+    *("checkpoint.async=true", "checkpoint.save_every_steps=5", "checkpoint.keep_last=null"),
+    "logger.tensorboard=false",
 ]
 FINETUNE = ["task=qqp", f"task.train={TABLE}", f"task.validation.dev={TABLE}", f"task.max_seq_length={LENGTH}"]
-FINETUNE += [
-    "trainer.num_epochs=2",
-    "hidden_dropout=0",
-    "attention_dropout=0",
-    "global_batch_size=4",
-    "micro_batch_size=4",
-]
+FINETUNE += ["trainer.num_epochs=2", "hidden_dropout=0", "attention_dropout=0"]
+FINETUNE += ["global_batch_size=4", "micro_batch_size=4"]
 ZERO_SHOT = ["task=wikitext103", "task.path=LICENSE", f"task.window={LENGTH}", "task.stride=16"]
 GENERATE = ["prompt=The ", "temperature=0", "max_new_tokens=16", "stream=false"]
 
