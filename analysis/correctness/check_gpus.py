@@ -41,10 +41,9 @@ from analysis.correctness.check_parts import (
     train_arguments,
     train_one_rank,
 )
-from analysis.running import Subprocess
+from analysis.running import ROOT, Subprocess
 from lmscale.results import new_record, write_record
 
-ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = ROOT / "outputs" / "check_gpus"
 MOST_GPUS = 8
 MIB = {"gpu": ("1", "4", "16", "64", "256"), "cpu": ("0.0625", "1")}

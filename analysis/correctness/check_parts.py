@@ -14,10 +14,9 @@ from pathlib import Path
 
 from analysis.correctness import parity
 from analysis.correctness.soak import compare, is_running, last_step, ranks_of
-from analysis.running import Subprocess
+from analysis.running import ROOT, Subprocess
 from lmscale.config import Layout
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPARED_STEPS = 6
 MODEL = {"gpu": (4, 1024, 16, 1024), "cpu": (2, 64, 8, 32)}  # of bf16: layers, hidden size, heads, tokens
 NUM_STEPS, SAVE_EVERY = {"gpu": 300, "cpu": 60}, {"gpu": 100, "cpu": 10}

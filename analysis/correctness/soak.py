@@ -26,11 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import torch
 
-from analysis.running import Subprocess
+from analysis.running import ROOT, Subprocess
 from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
 from lmscale.results import new_record, record_argument, report
 
-ROOT = Path(__file__).resolve().parents[2]
 SAVE_EVERY, KEEP_LAST = 5, 3
 LIMIT_S = 3600  # of a job, once it is left alone
 SETTINGS = (

@@ -30,10 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 from analysis.report.records import add_line, read_lines
-from analysis.running import run_python
+from analysis.running import ROOT, run_python
 from lmscale.results import new_record, report
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "finetuning" / "records"
 SEEDS = (1, 2, 3)
 KINDS = ("pretrained", "from_scratch")

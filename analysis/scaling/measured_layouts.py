@@ -19,11 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from analysis.running import run_python
+from analysis.running import ROOT, run_python
 from lmscale.results import new_record, record_argument, report
 from lmscale.training.measuring import WARM_UP_STEPS, label, layout_overrides, time_training
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "analysis" / "scaling" / "records" / "measured_layouts_cpu.json"
 JOB = ("model=gpt_tiny", "model.hidden_size=512", "model.num_attention_heads=8", "model.vocab_size=8192")
 JOB += ("model.max_position_embeddings=256", "micro_batch_size=2", "global_batch_size=4")

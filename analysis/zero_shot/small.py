@@ -14,10 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from analysis.running import run_python
+from analysis.running import ROOT, run_python
 from lmscale.results import write_record
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "zero_shot" / "records"
 TRAINED_ON = "2 million tokens of the 25,137 articles of RACE's training set (40 MB of English for learners)"
 TRAINING = (
