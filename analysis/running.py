@@ -1,8 +1,11 @@
 """Run an entry point from a study's script, and leave no process behind."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,3 +50,49 @@ def run_python(script: str | Path, *arguments: str, **options: Any) -> subproces
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args, output)
     return subprocess.CompletedProcess(process.args, 0, output)
+
+
+class Subprocess:
+    """A command of this Python with its output in a log, in a process group of its own that `wait` leaves empty.
+
+    Args:
+        log: appended to.
+        variables: of its environment, besides this process's.
+    """
+
+    def __init__(self, log: Path, arguments: Sequence[str], **variables: str) -> None:
+        self.log = log
+        with open(log, "a", encoding="utf-8") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=file,
+                stderr=file,
+                cwd=ROOT,
+                env=os.environ | {"HYDRA_FULL_ERROR": "0"} | variables,
+                start_new_session=True,
+            )
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: it failed, or still runs after `limit_s`.
+        """
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"stopped after {limit_s:.0f} s; see {self.log}") from None
+        finally:
+            self.end()
+        if code:
+            raise RuntimeError(f"exit code {code}: {self._last_error()}; see {self.log}")
+
+    def end(self) -> None:
+        """Kill whatever is left of the process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _last_error(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in reversed(lines) if "rror" in line), "no error message")

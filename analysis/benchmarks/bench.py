@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from analysis.benchmarks.config import BenchConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
-from lmscale.results import record_path, write_record
+from lmscale.results import record_path, report
 
 
 def bench(values: dict) -> None:
@@ -27,19 +27,9 @@ def bench(values: dict) -> None:
     try:
         record = race(config)
     except LossesDifferError as error:  # keep minutes of measurements
-        show(error.record)
+        report(error.record)
         raise
-    show(record)
-    if config.record is not None:
-        write_record(record, config.record)
-        print(f"record: {config.record}")
-
-
-def show(record: dict) -> None:
-    """Print every metric."""
-    for name, entry in record["metrics"].items():
-        value = entry["non_finite"] if entry["value"] is None else f"{entry['value']:.6g}"
-        print(f"{name:<32} {value} {entry['unit']}", flush=True)
+    report(record, config.record)
 
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="bench")

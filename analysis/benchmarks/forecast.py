@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import yaml
 
+from analysis.scaling.study import with_rates
 from lmscale.config import Layout, Recompute, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
@@ -30,7 +31,7 @@ from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import with_busy_device
 from lmscale.planner.workload import Workload
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "benchmarks" / "records"
@@ -76,15 +77,9 @@ RECORD = record_of("h200")
 
 def cluster_of(card: str, graphs: bool = False, **rates: float) -> Cluster:
     """The cluster of a card, with CUDA graphs or other rates."""
-    found = load_cluster(ROOT / "conf" / "cluster" / f"{CARDS[card]}.yaml")
     if graphs:
         rates["launch_us"] = GRAPH_LAUNCH_US
-    return dataclasses.replace(found, roofline=dataclasses.replace(found.roofline, **rates))
-
-
-def h200(**rates: float) -> Cluster:
-    """The H200, with other rates."""
-    return cluster_of("h200", **rates)
+    return with_rates(load_cluster(ROOT / "conf" / "cluster" / f"{CARDS[card]}.yaml"), **rates)
 
 
 def model(name: str) -> TransformerConfig:
@@ -112,13 +107,18 @@ def plan_of(
     return Plan(Workload(config, micro_batch_size, batch, s, dtype, half_moments=half_moments), layout, cluster)
 
 
+def commands(*lists: str, card: str = "h200") -> list[list[str]]:
+    """The commands of some lists of the script, in words."""
+    environment = os.environ | {"DRY_RUN": "1", "NANOGPT": "model.py", "CARD": card}
+    script = ["bash", str(ROOT / "analysis" / "benchmarks" / "h200.sh"), *lists]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    return [shlex.split(line) for line in done.stdout.splitlines()]
+
+
 def rows(card: str = "h200") -> list[Row]:
     """Every timed step of the script that fits the card."""
-    environment = os.environ | {"DRY_RUN": "1", "NANOGPT": "model.py", "CARD": card}
-    script = ["bash", str(ROOT / "analysis" / "benchmarks" / "h200.sh"), "a", "b", "d", "e"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
-    commands = [shlex.split(line) for line in done.stdout.splitlines()]
-    return [row for words in commands if left_out(words, card) is None for row in rows_of(words, card)]
+    found = commands("a", "b", "d", "e", card=card)
+    return [row for words in found if left_out(words, card) is None for row in rows_of(words, card)]
 
 
 def rows_of(words: list[str], card: str) -> list[Row]:
@@ -214,12 +214,13 @@ def goals() -> dict[str, dict[str, float]]:
     with another attention kernel: each change is added to those before it."""
     found: dict[str, dict[str, float]] = {}
     for name, (*_, goal) in GOALS.items():
-        found[name] = {"goal": goal, "as it is": share_of(goal_plan(name, h200()))}
+        found[name] = {"goal": goal, "as it is": share_of(goal_plan(name, cluster_of("h200")))}
         options = {}
         for option in options_of(name):
             options[option] = True
-            found[name][f"with {option}"] = share_of(goal_plan(name, h200(), **options))
-        found[name]["attention core of cuDNN"] = share_of(goal_plan(name, h200(**CUDNN_TFLOPS), **options))
+            found[name][f"with {option}"] = share_of(goal_plan(name, cluster_of("h200"), **options))
+        cudnn = cluster_of("h200", **CUDNN_TFLOPS)
+        found[name]["attention core of cuDNN"] = share_of(goal_plan(name, cudnn, **options))
     return found
 
 
@@ -228,7 +229,8 @@ def forecast(card: str = "h200") -> dict:
     found, metrics = rows(card), {}
     for row in found:
         metrics |= metrics_of(row.name, row.plan, traced=not row.prefix)
-    aims = {f"goal {name}": goal_plan(name, h200(), **options_of(name)) for name in (GOALS if card == "h200" else ())}
+    aimed = GOALS if card == "h200" else ()
+    aims = {f"goal {name}": goal_plan(name, cluster_of(card), **options_of(name)) for name in aimed}
     for name, plan in aims.items():
         metrics |= metrics_of(f"{name}/", plan)
     steps = [metrics.get(f"fp8/{name}/step", {}).get("value") for name in ("ours", "ours_bf16")]
@@ -281,19 +283,14 @@ def main() -> int:
         print(compare(json.loads(path.read_text(encoding="utf-8")), options.results, options.card))
         return 0
     record = forecast(options.card)
-    for name, entry in record["metrics"].items():
-        print(f"{name:<52}{entry['value']:>12.4g} {entry['unit']}")
     for name, shares in record["config"]["binds"].items():
         print(f"{name:<34}" + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
     for name, entries in record["config"]["host"].items():
-        words = (
-            f"{what} {entry:.0f}" if isinstance(entry, float) else f"{what} {entry}" for what, entry in entries.items()
-        )
-        print(f"{name:<34}" + ", ".join(words))
+        words = [f"{entry:.0f}" if isinstance(entry, float) else entry for entry in entries.values()]
+        print(f"{name:<34}" + ", ".join(f"{what} {word}" for what, word in zip(entries, words, strict=True)))
     for name, shares in record["config"]["goals"].items():
         print(f"{name:<16}" + ", ".join(f"{change} {share:.3f}" for change, share in shares.items()))
-    write_record(record, path)
-    print(f"record: {path}")
+    report(record, path)
     return 0
 
 

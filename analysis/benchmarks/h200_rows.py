@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from lmscale.results import new_record, write_record
+from lmscale.results import checked_metric, new_record, write_record
 
 # What the measurements import, ours last: each brings in what it needs itself.
 IMPORTS = (
@@ -82,13 +82,10 @@ def scaling(path: Path, records: list[Path]) -> str:
     if sizes[0] != 1 or len({run["config"]["global_batch_size"] for run in found}) > 1:
         raise ValueError(f"the runs must begin with one GPU and have one batch size, but have tp_size {sizes}")
     steps = [read_finite(record, "train/step") for record in records]
-    metrics = {
-        f"figure_5/mp/{size}_gpu{'s' * (size > 1)}": {
-            "value": efficiency(config, size, step, configs[0], steps[0]),
-            "unit": "% of linear",
-        }
-        for size, config, step in zip(sizes, configs, steps, strict=True)
-    }
+    metrics = {}
+    for size, config, step in zip(sizes, configs, steps, strict=True):
+        percent = efficiency(config, size, step, configs[0], steps[0])
+        metrics[f"figure_5/mp/{size}_gpu{'s' * (size > 1)}"] = {"value": percent, "unit": "% of linear"}
     settings = {"runs": [run["config"]["name"] for run in found]}
     write_record(new_record("figure_5", "run", settings, None, metrics, device=found[0]["environment"]["device"]), path)
     return ", ".join(f"{name}: {entry['value']:.1f} %" for name, entry in metrics.items())
@@ -106,20 +103,18 @@ def keep(folder: Path, path: Path) -> str:
     if not losses:
         raise ValueError(f"{folder / 'metrics.csv'} must have a loss, but has none")
     record = read(folder / "record.json")
-    last = statistics.mean(losses[-LAST_STEPS:])
     figures = {
         "train/loss_first": losses[0],
         "train/loss_fall": losses[0] - losses[-1],
-        "train/loss_mean_of_last": last,
+        "train/loss_mean_of_last": statistics.mean(losses[-LAST_STEPS:]),
     }
     later = lines[len(lines) // 2 :]  # the first steps compile and warm up
-    memory = max(float(line["memory_gib"]) for line in lines)
-    record["metrics"] |= {name: metric_of(value) for name, value in figures.items()} | {
-        name: {"value": statistics.median(float(line[column]) for line in later), "unit": "s"}
-        for column, name in PHASES.items()
-        if column in lines[0]
-    }
-    record["metrics"][PEAK] = {"value": memory, "unit": "GiB"}
+    metrics = {name: {"value": loss, "unit": "nats/token"} for name, loss in figures.items()}
+    for column, name in PHASES.items():
+        if column in lines[0]:
+            metrics[name] = {"value": statistics.median(float(line[column]) for line in later), "unit": "s"}
+    metrics[PEAK] = {"value": max(float(line["memory_gib"]) for line in lines), "unit": "GiB"}
+    record["metrics"] |= {name: checked_metric(name, entry) for name, entry in metrics.items()}
     record["train_losses"] = [loss if math.isfinite(loss) else None for loss in losses]
     write_record(record, path)
     return f"record: {path}"
@@ -164,15 +159,21 @@ def tests(junit: Path, path: Path, may_skip: bool) -> str:
     return f"{len(count['passed'])} passed, {len(count['skipped'])} skipped: {', '.join(count['skipped']) or 'none'}"
 
 
-def missing_imports() -> list[str]:
-    """What of `IMPORTS` cannot be imported, with the reason."""
+def imports() -> str:
+    """Import all of `IMPORTS`; returns nothing to print.
+
+    Raises:
+        ValueError: some cannot be imported, with the reasons.
+    """
     missing = []
     for name in IMPORTS:
         try:
             importlib.import_module(name)
         except ImportError as error:
             missing.append(f"{name} ({error})")
-    return missing
+    if missing:
+        raise ValueError(f"packages must be there, in WHEELS or installed, but are not: {'; '.join(missing)}")
+    return ""
 
 
 def card(expected: str) -> str:
@@ -237,57 +238,30 @@ def read_finite(path: Path, metric: str) -> float:
     return entry["value"]
 
 
-def metric_of(loss: float) -> dict:
-    """A loss as a record has it."""
-    if math.isfinite(loss):
-        return {"value": loss, "unit": "nats/token"}
-    return {"value": None, "non_finite": str(loss), "unit": "nats/token"}
-
-
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("row")
-    one.add_argument("title")
-    one.add_argument("record", type=Path)
-    one.add_argument("metric")
-    one.add_argument("least", type=float)
-    kept = commands.add_parser("keep")
-    kept.add_argument("folder", type=Path)
-    kept.add_argument("record", type=Path)
-    compared = commands.add_parser("seeds")
-    compared.add_argument("fp8", type=Path)
-    compared.add_argument("bf16", type=Path, nargs="+")
-    tested = commands.add_parser("tests")
-    tested.add_argument("junit", type=Path)
-    tested.add_argument("record", type=Path)
-    tested.add_argument("--may-skip", action="store_true", help="a rehearsal, where no test can run")
-    commands.add_parser("imports")
-    commands.add_parser("times").add_argument("record", type=Path)
-    scaled = commands.add_parser("scaling")
-    scaled.add_argument("record", type=Path)
-    scaled.add_argument("runs", type=Path, nargs="+")
-    commands.add_parser("card").add_argument("expected", nargs="?", default="")
-    args = parser.parse_args()
+    file, files = {"type": Path}, {"type": Path, "nargs": "+"}
+    commands = {
+        row: {"title": {}, "record": file, "metric": {}, "least": {"type": float}},
+        keep: {"folder": file, "path": file},
+        seeds: {"fp8": file, "bf16": files},
+        tests: {"junit": file, "path": file, "--may-skip": {"action": "store_true"}},
+        times: {"record": file},
+        scaling: {"path": file, "records": files},
+        imports: {},
+        card: {"expected": {"nargs": "?", "default": ""}},
+    }
+    subparsers = parser.add_subparsers(required=True)
+    for function, arguments in commands.items():
+        command = subparsers.add_parser(function.__name__)
+        command.set_defaults(function=function)
+        for name, options in arguments.items():
+            command.add_argument(name, **options)
+    given = vars(parser.parse_args())
     try:
-        if args.command == "row":
-            print(row(args.title, args.record, args.metric, args.least))
-        elif args.command == "keep":
-            print(keep(args.folder, args.record))
-        elif args.command == "tests":
-            print(tests(args.junit, args.record, args.may_skip))
-        elif args.command == "imports":
-            if missing := missing_imports():
-                raise ValueError(f"packages must be there, in WHEELS or installed, but are not: {'; '.join(missing)}")
-        elif args.command == "times":
-            print(times(args.record))
-        elif args.command == "scaling":
-            print(scaling(args.record, args.runs))
-        elif args.command == "card":
-            print(card(args.expected))
-        else:
-            print(seeds(args.fp8, args.bf16))
+        if text := given.pop("function")(**given):
+            print(text)
     except FileNotFoundError as error:
         sys.exit(f"not measured yet: {error.filename} is missing")
     except (ValueError, OSError) as error:

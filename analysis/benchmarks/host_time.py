@@ -21,7 +21,7 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DEPTHS = 24, 72
@@ -31,12 +31,12 @@ PARTS = "forward", "backward", "optimizer"
 class Step:
     """A model, its optimizer and one micro-batch."""
 
-    def __init__(self, num_layers: int, moments: str) -> None:
+    def __init__(self, num_layers: int) -> None:
         config = TransformerConfig("gpt", num_layers, 16, 2, 64, 16)
         self.model = build_model(
             config, ParallelContext(), seed=1, dtype=torch.bfloat16, kernels=Kernels(compiles=True)
         )
-        optimizer, precision = OptimizerConfig(lr=1e-4, moments=moments), PrecisionConfig("bf16")
+        optimizer, precision = OptimizerConfig(lr=1e-4), PrecisionConfig("bf16")
         named = self.model.named_parameters()
         self.optimizer = MixedPrecisionAdamW(named, optimizer, precision, ParallelContext(), compiles=True)
         self.tokens = torch.arange(16)[None] * 7 % 64
@@ -56,9 +56,9 @@ class Step:
         return [after - before for before, after in zip(times, times[1:], strict=False)]
 
 
-def measure(rounds: int, moments: str) -> dict[str, dict]:
+def measure(rounds: int) -> dict[str, dict]:
     """The metrics of the record."""
-    steps = {depth: Step(depth, moments) for depth in DEPTHS}
+    steps = {depth: Step(depth) for depth in DEPTHS}
     found: dict[int, list[list[float]]] = {depth: [] for depth in DEPTHS}
     for number in range(rounds + 2):
         for depth, step in steps.items():
@@ -76,24 +76,18 @@ def measure(rounds: int, moments: str) -> dict[str, dict]:
     return metrics | {"parameters": {"value": number, "unit": f"tensors at {DEPTHS[1]} layers"}}
 
 
-def main() -> int:
+def main() -> None:
     """Measure, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--moments", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    metrics = measure(options.rounds, options.moments)
-    for name, entry in metrics.items():
-        print(f"{name:<24}{entry['value']:>12.6g} {entry['unit']}")
-    if options.record is not None:
-        config = {"rounds": options.rounds, "moments": options.moments, "dtype": "bf16", "num_layers": DEPTHS}
-        record = new_record("host_time", "run", config, 1, metrics, device="cpu", layout={"threads_per_rank": 1})
-        write_record(record, options.record)
-        print(f"record: {options.record}")
-    return 0
+    metrics = measure(options.rounds)
+    config = {"rounds": options.rounds, "dtype": "bf16", "num_layers": DEPTHS}
+    layout = {"threads_per_rank": 1}
+    report(new_record("host_time", "run", config, 1, metrics, device="cpu", layout=layout), options.record)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,7 +6,6 @@ not reach the others.
 
 import multiprocessing
 import os
-import pickle
 import statistics
 import sys
 import time
@@ -73,9 +72,15 @@ def race(bench: BenchConfig) -> dict:
         for racer in racers.values():
             racer.close()
     record = _record(bench, device, times, losses, memory)
-    problem = _compare_losses(losses, bench.max_loss_difference)
-    if problem is not None:
-        raise LossesDifferError(problem, record)
+    ours, bound = statistics.mean(losses["ours"]), bench.max_loss_difference
+    for name, found in losses.items():
+        difference = abs(statistics.mean(found) / ours - 1)
+        if not difference <= bound:
+            message = (
+                f"`max_loss_difference` must be at least {difference:.4f} for {name}, whose mean loss is "
+                f"{statistics.mean(found):.4f} and ours {ours:.4f}, but is {bound}; no record is written"
+            )
+            raise LossesDifferError(message, record)
     return record
 
 
@@ -104,7 +109,8 @@ class Racer:
     """A contender in its own process, which waits while the others run.
 
     Raises:
-        whatever the contender raises, in `run`; a RuntimeError with its traceback if that cannot be pickled.
+        ValueError: in `run`, as the contender raises it.
+        RuntimeError: in `run`, with the traceback of any other error.
     """
 
     def __init__(self, name: str, bench: BenchConfig) -> None:
@@ -156,14 +162,11 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
             pipe.send((times, losses, peak))
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
-    except Exception as error:  # every other error must reach it
-        text = "".join(traceback.format_exception(error))
-        error.add_note(text)  # a pickled one has no traceback
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # of a local class, or with an argument that has no pickle
-            error = RuntimeError(f"{name}: {text}")
+    except ValueError as error:  # of the user
+        error.add_note(traceback.format_exc())  # a pickled one has no traceback
         pipe.send(error)
+    except Exception:  # may have no pickle
+        pipe.send(RuntimeError(f"{name}: {traceback.format_exc()}"))
 
 
 def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Contender:
@@ -188,19 +191,6 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _compare_losses(losses: dict[str, list[float]], bound: float) -> str | None:
-    """An error message for the first peer whose loss differs by more than `bound`, or None."""
-    ours = statistics.mean(losses["ours"])
-    for name, found in losses.items():
-        difference = abs(statistics.mean(found) / ours - 1)
-        if not difference <= bound:
-            return (
-                f"`max_loss_difference` must be at least {difference:.4f} for {name}, whose mean loss is "
-                f"{statistics.mean(found):.4f} and ours {ours:.4f}, but is {bound}; no record is written"
-            )
-    return None
 
 
 def _record(

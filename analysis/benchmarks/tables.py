@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 
 import pandas as pd
 
+_TWO_RANKS, _HEAD, _SHARE = "tensor_parallel_cost_cpu", "head_memory", "8 x 1,024/share_of_at_once"
 # Description, record, metric, goal, whether less is better.
 _GOALS = (
     ("GPT without dropout, against Hugging Face compiled", "bench_gpt_cpu", "hf_compiled/ratio_paired", 1.10, False),
@@ -13,7 +14,7 @@ _GOALS = (
     ("GPT with dropout 0.1, against nanoGPT compiled", "bench_nanogpt_cpu", "file_compiled/ratio_paired", 1.35, False),
     ("BERT without dropout, against Hugging Face compiled", "bench_bert_cpu", "hf_compiled/ratio_paired", 1.5, False),
     *(
-        (f"{what}, hidden size {size}", "tensor_parallel_cost_cpu", f"{shape}/{name}_speedup_paired", goal, False)
+        (f"{what}, hidden size {size}", _TWO_RANKS, f"{shape}/{name}_speedup_paired", goal, False)
         for shape, size in (("h512_l4", "512"), ("h1024_l2", "1,024"))
         for what, name, goal in (
             ("two tensor ranks", "tp2", 1.87),
@@ -21,27 +22,9 @@ _GOALS = (
             ("two models at a time, the limit of this machine", "two_models", None),
         )
     ),
-    (
-        "activations per rank at tp 2 with sequence parallelism",
-        "tensor_parallel_cost_cpu",
-        "h512_l4/tp2_sequence_share",
-        0.55,
-        True,
-    ),
-    (
-        "bytes of the chunked loss, 8 x 1,024 tokens",
-        "head_memory",
-        "logits alone, 8 x 1,024/share_of_at_once",
-        0.125,
-        True,
-    ),
-    (
-        "the same with the gradient of gpt_355m's word embedding",
-        "head_memory",
-        "gpt_355m, 8 x 1,024/share_of_at_once",
-        0.125,
-        True,
-    ),
+    ("activations per rank at tp 2 with sequence parallelism", _TWO_RANKS, "h512_l4/tp2_sequence_share", 0.55, True),
+    ("bytes of the chunked loss, 8 x 1,024 tokens", _HEAD, f"logits alone, {_SHARE}", 0.125, True),
+    ("the same with the gradient of gpt_355m's word embedding", _HEAD, f"gpt_355m, {_SHARE}", 0.125, True),
     ("Lightning and callbacks per step", "lightning_cost_cpu", "overhead", 0.001, True),
 )
 

@@ -16,42 +16,33 @@ import dataclasses
 import os
 import statistics
 import sys
-import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from analysis.ranks import TIMEOUT, on_ranks
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 from lmscale.training.runtime.cpu_settings import keep_heap
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers
 VOCAB, BATCH, SEQ_LENGTH = 8192, 8, 256
-TIMEOUT = timedelta(minutes=30)
 
 
 def make_config(shape: str, dropout: float) -> TransformerConfig:
     """The GPT of a named shape."""
     hidden, heads, layers = SHAPES[shape]
-    return TransformerConfig(
-        family="gpt",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        vocab_size=VOCAB,
-        max_position_embeddings=SEQ_LENGTH,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-    )
+    dropouts = {"hidden_dropout": dropout, "attention_dropout": dropout}
+    return TransformerConfig("gpt", layers, hidden, heads, VOCAB, SEQ_LENGTH, **dropouts)
 
 
 class Trainee:
@@ -100,13 +91,10 @@ class Trainee:
         return sum(kept.values())
 
 
-def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> None:
-    """Run one of the two ranks; rank 0 writes the results."""
-    torch.set_num_threads(1)
+def measure(rank: int, rounds: int, steps: int) -> dict[str, dict]:
+    """Step times and activation bytes by shape and case, on one of the two ranks."""
     keep_heap()
-    store = dist.FileStore(os.path.join(folder, "store"), 2)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
-    channel = None if over_gloo else open_channel(dist.group.WORLD, TIMEOUT)
+    channel = open_channel(dist.group.WORLD, TIMEOUT)
     both = ParallelContext(tp_rank=rank, tp_size=2, tp_group=dist.group.WORLD, tp_communicator=channel)
     cut = dataclasses.replace(both, sequence_parallel=True)
     found: dict[str, dict] = {}
@@ -134,9 +122,7 @@ def worker(rank: int, folder: str, rounds: int, steps: int, over_gloo: bool) -> 
         cases = [name for name in own if name != "two_models"]
         sizes = {name: Trainee(dropped, contexts[name], torch.bfloat16).activation_bytes() for name in cases}
         found[shape] = {"times": times, "bytes": sizes}
-    if rank == 0:
-        torch.save(found, Path(folder) / "found")
-    dist.destroy_process_group()
+    return found
 
 
 def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
@@ -164,25 +150,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps per turn")
-    parser.add_argument("--over-gloo", action="store_true", help="all-reduce over TCP instead of shared memory")
     parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
         print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
         return 2
     load = os.getloadavg()[0]  # before our own processes start
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (folder, options.rounds, options.steps, options.over_gloo), nprocs=2, join=True)
-        metrics = to_metrics(torch.load(Path(folder) / "found", weights_only=True), load)
-    for name, entry in metrics.items():
-        print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")
-    if options.record is not None:
-        config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
-        config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
-        layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
-        record = new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout)
-        write_record(record, options.record)
-        print(f"record: {options.record}")
+    metrics = to_metrics(on_ranks(2, measure, options.rounds, options.steps)[0], load)
+    config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
+    config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
+    layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
+    report(new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout), options.record)
     return 0
 
 

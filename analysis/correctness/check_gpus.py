@@ -21,7 +21,6 @@ import argparse
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,22 +29,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import torch
 
-from analysis.benchmarks.gpu.gpu_facts import environment
+from analysis.benchmarks.gpu.gpu_facts import environment, nvidia_smi
 from analysis.benchmarks.trace_shares import read_events, shares
 from analysis.correctness.check_parts import (
     Check,
-    PartFailedError,
-    Subprocess,
     compare_layouts,
     compare_replicas,
     kill_and_resume,
     layouts_of,
+    name_of,
     train_arguments,
     train_one_rank,
 )
+from analysis.running import ROOT, Subprocess
 from lmscale.results import new_record, write_record
 
-ROOT = Path(__file__).resolve().parents[2]
 OUTPUTS = ROOT / "outputs" / "check_gpus"
 MOST_GPUS = 8
 MIB = {"gpu": ("1", "4", "16", "64", "256"), "cpu": ("0.0625", "1")}
@@ -73,7 +71,8 @@ def describe_machine(accelerator: str, ranks: int) -> tuple[list[str], dict]:
     names = (
         [torch.cuda.get_device_name(i) for i in range(ranks)] if accelerator == "gpu" else ["process on a CPU"] * ranks
     )
-    facts |= {"devices": names, "topology": _topology() if accelerator == "gpu" else None}
+    topology = (nvidia_smi("topo", "-m") or "").split("\nLegend")[0].strip() if accelerator == "gpu" else ""
+    facts |= {"devices": names, "topology": topology or None}
     devices = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     driver = (facts["nvidia_smi"] or "").splitlines()[1:2]
     lines = [
@@ -82,15 +81,7 @@ def describe_machine(accelerator: str, ranks: int) -> tuple[list[str], dict]:
         f"Python {sys.version.split()[0]}",
         f"driver (nvidia-smi): {driver[0] if driver else 'not available'}",
     ]
-    return lines + (facts["topology"] or "").splitlines(), facts
-
-
-def _topology() -> str | None:
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.split("\nLegend")[0].strip() or None
+    return lines + topology.splitlines(), facts
 
 
 def measure_bandwidth(check: Check) -> None:
@@ -98,7 +89,8 @@ def measure_bandwidth(check: Check) -> None:
     path = check.folder / "bandwidth.json"
     script = ROOT / "analysis" / "benchmarks" / "gpu" / "collective_bandwidth.py"
     arguments = [script, "--ranks", check.ranks, "--accelerator", check.accelerator, "--record", path]
-    Subprocess(check, "bandwidth", [*map(str, arguments), "--mib", *MIB[check.accelerator]]).wait(60)
+    words = [*map(str, arguments), "--mib", *MIB[check.accelerator]]
+    Subprocess(check.folder / "bandwidth.log", words).wait(60)
     metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
     check.metrics |= metrics
     for name, entry in metrics.items():
@@ -112,7 +104,7 @@ def measure_share(check: Check) -> None:
     """Add the share of communication in the traced steps of the undisturbed run, on each traced rank the largest."""
     traces = sorted((check.folder / "whole" / "profile").glob("rank_*.json"))
     if not traces:
-        raise PartFailedError("the profiled run must leave a trace, but left none")
+        raise RuntimeError("the profiled run must leave a trace, but left none")
     share = max(shares(read_events(trace)).get("communication", 0.0) for trace in traces)
     check.metrics["communication_share"] = {"value": share, "unit": "of a traced step, overlapped or not"}
     check.add(f"communication takes {share:.0%} of a step of the bf16 model ({check.describe_model()})")
@@ -143,7 +135,7 @@ def main() -> int:
     machine, facts = describe_machine(check.accelerator, ranks)
     check.run("one rank", train_one_rank)
     for layout in layouts_of(ranks):
-        check.run(f"fp64, {layout}", compare_layouts, "fp64", layout)
+        check.run(f"fp64, {name_of(layout)}", compare_layouts, "fp64", layout)
     check.run("bf16, the undisturbed run", compare_layouts, "bf16", check.whole_layout)
     check.run("replicas", compare_replicas)
     check.run("kill and resume", kill_and_resume)

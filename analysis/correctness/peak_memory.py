@@ -10,29 +10,28 @@ rounding by the allocator and the framework; no GPU was used.
 
 import argparse
 import sys
-import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from analysis.ranks import TIMEOUT, on_ranks
 from lmscale import partition
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, replicated_layers, sample_dropout_keys
+from lmscale.parallel import ParallelContext, make_context, replicated_layers, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.workload import Workload
@@ -67,10 +66,19 @@ class Case:
         config, b = self.config, self.micro_batch_size
         batch, s = b * self.num_micro_batches, config.max_position_embeddings
         job = Workload(config, b, batch, s, self.dtype, on_gpu=self.traced)
-        layout = Layout(
-            tp_size=self.tp_size, dp_size=1, sequence_parallel=self.sequence_parallel, batch_halves=self.batch_halves
-        )
-        return estimate_memory(job, layout).total
+        return estimate_memory(job, Layout(tp_size=self.tp_size, **self.options)).total
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Of the layout and of the ranks' contexts."""
+        return {"sequence_parallel": self.sequence_parallel, "batch_halves": self.batch_halves}
+
+    def context(self) -> ParallelContext:
+        """Of this rank, in a process group of `tp_size` ranks."""
+        if self.tp_size == 1:
+            return ParallelContext()
+        axes = Layout(tp_size=self.tp_size).axes
+        return make_context(axes, "cpu", TIMEOUT, shared_memory=False, **self.options)
 
 
 def sized(
@@ -225,44 +233,29 @@ def _gpu_attention(
     return kernel(q, k, v, *options, dropout_p, is_causal, scale=scale)[0]
 
 
-@contextmanager
-def _world(backend: str, case_ranks: int, rank: int = 0, store: Any = None) -> Iterator[dict[bool, ParallelContext]]:
-    """A tensor group of this process and others, real or fake: contexts without and with sequence parallelism."""
-    dist.init_process_group(backend, rank=rank, world_size=case_ranks, store=store or FakeStore())
+def measure_traced(case: Case) -> int:
+    """`measure` on fake tensors with a GPU's kernels; the other tensor ranks are simulated."""
+    dist.init_process_group("fake", rank=0, world_size=case.tp_size, store=FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (1, case_ranks), mesh_dim_names=("data", "tensor"))
-        groups = {"tp_group": mesh.get_group("tensor"), "dp_group": mesh.get_group("data")}
-        yield {cuts: ParallelContext(rank, case_ranks, sequence_parallel=cuts, **groups) for cuts in (False, True)}
+        context = case.context()
+        with (
+            FakeTensorMode(),
+            patch.object(torch.nn.functional, "scaled_dot_product_attention", _gpu_attention),
+            patch.object(replicated_layers, "sums_in_half", lambda x: False),
+            patch.object(partition, "LOGITS_AT_ONCE", partition.LOGITS_AT_ONCE_ON_GPU),
+        ):
+            return measure(case, context)
     finally:
         dist.destroy_process_group()
 
 
-def measure_traced(case: Case) -> int:
-    """`measure` on fake tensors with a GPU's kernels; the other tensor ranks are simulated."""
-    with (
-        _world("fake", case.tp_size) as contexts,
-        FakeTensorMode(),
-        patch.object(torch.nn.functional, "scaled_dot_product_attention", _gpu_attention),
-        patch.object(replicated_layers, "sums_in_half", lambda x: False),
-        patch.object(partition, "LOGITS_AT_ONCE", partition.LOGITS_AT_ONCE_ON_GPU),
-    ):
-        context = replace(contexts[case.sequence_parallel], batch_halves=case.batch_halves)
-        return measure(case, context if case.tp_size > 1 else ParallelContext())
-
-
-def _on_a_rank(rank: int, folder: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    with _world("gloo", 2, rank, store) as contexts:
-        torch.save({n: measure(CASES[n], contexts[CASES[n].sequence_parallel]) for n in names}, f"{folder}/{rank}")
-        dist.barrier()
+def _on_a_rank(rank: int, names: list[str]) -> dict[str, int]:
+    return {name: measure(CASES[name], CASES[name].context()) for name in names}
 
 
 def measure_on_two_ranks(names: list[str]) -> dict[str, int]:
     """`measure` for cases with two tensor ranks, on two processes; returns the larger peak."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_on_a_rank, (folder, names), nprocs=2)
-        found = [torch.load(f"{folder}/{rank}") for rank in range(2)]
+    found = on_ranks(2, _on_a_rank, names)
     return {name: max(peaks[name] for peaks in found) for name in names}
 
 

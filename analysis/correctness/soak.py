@@ -16,19 +16,22 @@ import csv
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 import torch
 
+from analysis.running import ROOT, Subprocess
 from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
-ROOT = Path(__file__).resolve().parents[2]
 SAVE_EVERY, KEEP_LAST = 5, 3
+LIMIT_S = 3600  # of a job, once it is left alone
 SETTINGS = (
     "model=gpt_tiny",
     "model.num_layers=2",
@@ -63,25 +66,23 @@ def main() -> int:
     if options.kills < 1 or options.steps_per_kill < 10:
         print("error: `--kills` must be at least 1 and `--steps-per-kill` at least 10", file=sys.stderr)
         return 2
-    folder = options.folder or ROOT / "outputs" / "soak" / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = (options.folder or ROOT / "outputs" / "soak" / time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
     folder.mkdir(parents=True)
     steps = options.kills * options.steps_per_kill
     start = time.time()
     soak = Soak(folder / "soaked", folder / "soaked.log", steps, random.Random(options.seed))
     try:
         for number in range(options.kills):
-            soak.kill_once()
-            print(f"kill {number + 1:>3}: {soak.last}", flush=True)
-        soak.finish()
+            print(f"kill {number + 1:>3}: {soak.kill_once()}", flush=True)
+        soak.job.wait(LIMIT_S)
     finally:
-        soak.end()
-    untouched = Soak(folder / "untouched", folder / "untouched.log", steps, random.Random(0))
-    try:
-        untouched.finish()
-    finally:
-        untouched.end()
+        soak.job.end()
+    Soak(folder / "untouched", folder / "untouched.log", steps, random.Random(0)).job.wait(LIMIT_S)
     differences = compare(folder / "soaked", folder / "untouched")
-    return report(soak, differences, options, steps, time.time() - start, options.record or folder / "soak.json")
+    report(to_record(soak, differences, options, steps, time.time() - start), options.record or folder / "soak.json")
+    for line in soak.lost:
+        print(line)
+    return 1 if soak.lost or any(differences.values()) else 0
 
 
 class Soak:
@@ -97,17 +98,13 @@ class Soak:
         self.kills: Counter[str] = Counter()
         self.lost: list[str] = []
         self.num_in_save = 0
-        self.last = ""
-        self.process = self._start()
+        self.job = self._start()
 
-    def _start(self) -> subprocess.Popen:
-        with open(self.log, "a", encoding="utf-8") as log:
-            command = [sys.executable, str(ROOT / "src" / "train.py"), *self.overrides]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    def _start(self) -> Subprocess:
+        return Subprocess(self.log, [str(ROOT / "src" / "train.py"), *self.overrides], OMP_NUM_THREADS="1")
 
-    def kill_once(self) -> None:
-        """Let the job progress, then kill a rank or the whole job, and check what is left on disk."""
+    def kill_once(self) -> str:
+        """Let the job progress, then kill a rank or the whole job, and check what is left on disk; returns the kill."""
         reached = self._wait_for_progress()
         in_save = self.chance.random() < 0.4
         if in_save:
@@ -115,14 +112,13 @@ class Soak:
         else:
             time.sleep(self.chance.uniform(0.0, 2.5))
         before = {checkpoint_step(path) for path in list_checkpoints(self.run_dir / "checkpoints")}
-        ranks = ranks_of(self.process.pid)
+        ranks = ranks_of(self.job.process.pid)
         target = self.chance.choice(["rank 0", "rank 1", "launcher", "job"]) if len(ranks) == 2 else "job"
         if target == "job":
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.job.end()
         elif target == "launcher":
-            self.process.kill()
-            self.process.wait()
+            self.job.process.kill()
+            self.job.process.wait()
             self._wait_until_gone(ranks)
         else:
             try:
@@ -133,17 +129,17 @@ class Soak:
         self.num_in_save += in_save
         self._check_checkpoints(before)
         if target in ("job", "launcher"):
-            self.process = self._start()
-        self.last = f"{target}{' during a save' if in_save else ''} after step {reached}"
+            self.job = self._start()
+        return f"{target}{' during a save' if in_save else ''} after step {reached}"
 
     def _wait_for_progress(self) -> int:
         """Wait until the current start has written a row; returns the last step."""
-        before, deadline = self._last_step(), time.monotonic() + 180
-        while self._last_step() <= before:
-            if self.process.poll() is not None or time.monotonic() > deadline:
+        before, deadline = last_step(self.run_dir), time.monotonic() + 180
+        while last_step(self.run_dir) <= before:
+            if self.job.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the job ended or made no progress; see {self.log}")
             time.sleep(0.02)
-        return self._last_step()
+        return last_step(self.run_dir)
 
     def _wait_until_gone(self, ranks: list[int]) -> None:
         deadline = time.monotonic() + 30
@@ -160,14 +156,6 @@ class Soak:
                 return True
         return False
 
-    def _last_step(self) -> int:
-        """Last step in metrics.csv; it may decrease, because a resumed start first removes rows."""
-        try:
-            lines = (self.run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            return 0
-        return int(lines[-1].split(",")[0]) if len(lines) > 1 else 0
-
     def _check_checkpoints(self, before: set[int]) -> None:
         """Check that every complete checkpoint is valid and still exists, unless newer ones replaced it."""
         found = list_checkpoints(self.run_dir / "checkpoints")
@@ -182,20 +170,14 @@ class Soak:
             if damage and path.exists():  # a restarted job may have removed an old one meanwhile
                 self.lost.append(f"{path.name}: {damage}")
 
-    def finish(self) -> None:
-        """Wait until the job is done.
 
-        Raises:
-            RuntimeError: it failed.
-        """
-        if self.process.wait(timeout=3600) != 0:
-            raise RuntimeError(f"the job ended with exit code {self.process.returncode}; see {self.log}")
-
-    def end(self) -> None:
-        """Kill the job's process group, so that no process is left."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def last_step(run_dir: Path) -> int:
+    """Last step in metrics.csv; it may decrease, because a resumed start first removes rows."""
+    try:
+        lines = (run_dir / "metrics.csv").read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return 0
+    return int(lines[-1].split(",")[0]) if len(lines) > 1 else 0
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -235,32 +217,18 @@ def _read_rows(folder: Path) -> list[tuple[str, ...]]:
         return [(row["step"], row["train/loss"], row["grad_norm"], row["lr"]) for row in csv.DictReader(file)]
 
 
-def report(
-    soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float, path: Path
-) -> int:
-    """Print the metrics and write the record; returns exit code 1 if anything was lost or differs, else 0."""
-    for line in soak.lost:
-        print(line)
+def to_record(
+    soak: Soak, differences: dict[str, int], options: argparse.Namespace, steps: int, seconds: float
+) -> dict[str, Any]:
+    """The record of the kills and of what was lost."""
     metrics = {f"kills/{name}": {"value": count, "unit": "kills"} for name, count in soak.kills.items()}
     metrics["kills_in_mid_save"] = {"value": soak.num_in_save, "unit": "kills"}
     metrics["checkpoints_lost"] = {"value": len(soak.lost), "unit": "checkpoints"}
     metrics |= {f"differing/{name}": {"value": count, "unit": name} for name, count in differences.items()}
     metrics["time"] = {"value": seconds, "unit": "s"}
-    record = new_record(
-        name="soak",
-        kind="run",
-        config={"overrides": list(SETTINGS), "kills": options.kills},
-        seed=options.seed,
-        metrics=metrics,
-        device="cpu",
-        layout={"tp_size": 2, "dp_size": 1, "threads_per_rank": 1},
-        steps=[0, steps],
-    )
-    write_record(record, path)
-    for name, entry in metrics.items():
-        print(f"{name:<32}{entry['value']:>8.6g} {entry['unit']}")
-    print(f"record: {path}")
-    return 1 if soak.lost or any(differences.values()) else 0
+    config = {"overrides": list(SETTINGS), "kills": options.kills}
+    layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("soak", "run", config, options.seed, metrics, device="cpu", layout=layout, steps=[0, steps])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ def peak_memory(record: dict) -> pd.DataFrame:
         rows with columns `configuration`, `predicted`, `tracked`, `unit`, `difference %` (relative to tracked),
         `evidence`.
     """
-    rows = []
-    for row in record["config"]["rows"]:
-        predicted, tracked = row["predicted"] / 2**20, row["tracked"] / 2**20
-        entry = {"configuration": row["name"], "predicted": predicted, "tracked": tracked, "unit": "MiB"}
-        rows.append(entry | {"difference %": 100 * (predicted / tracked - 1), "evidence": row["evidence"]})
-    return pd.DataFrame(rows)
+    rows = pd.DataFrame(record["config"]["rows"])
+    predicted, tracked = rows["predicted"] / 2**20, rows["tracked"] / 2**20
+    sizes = {"configuration": rows["name"], "predicted": predicted, "tracked": tracked, "unit": "MiB"}
+    return pd.DataFrame(sizes | {"difference %": 100 * (predicted / tracked - 1), "evidence": rows["evidence"]})

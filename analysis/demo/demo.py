@@ -22,7 +22,6 @@ matplotlib.use("Agg")  # no display is needed
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 
 from analysis.demo.ngram import context_free_losses, kneser_ney_losses
 from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
@@ -100,20 +99,17 @@ def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path:
     with house_style():
         figure = page_figure("GPT ends {:.2f} nats below a unigram, BERT {:.2f}".format(*gains), 3.4)
         for axis, (model, run_dir) in zip(figure.subplots(1, 2), run_dirs.items(), strict=True):
-            table, term, found = pd.read_csv(run_dir / "metrics.csv"), TERM[model], measured[model]
-            column = f"train/{term}" if f"train/{term}" in table else "train/loss"
-            axis.plot(table["step"], table[column], color=BLUE, alpha=0.35, linewidth=0.8)
-            scored = table.dropna(subset=[f"val/{term}"])
-            axis.plot(scored["step"], scored[f"val/{term}"], color=BLUE, marker="o", markersize=4)
-            last = table["step"].iloc[-1]
-            names = ("unigram", "bigram", "trigram", "context-free")
-            references = {name: found[name] for name in names if name in found}
-            for loss in references.values():
-                axis.axhline(loss, color=GREY, linewidth=0.9, linestyle=":")
-            ends = {name: (last, loss, GREY) for name, loss in references.items()}
+            curve, found = read_curve(model, run_dir), measured[model]
+            axis.plot(curve["step"], curve["train"], color=BLUE, alpha=0.35, linewidth=0.8)
+            scored = curve.dropna(subset=["val"])
+            axis.plot(scored["step"], scored["val"], color=BLUE, marker="o", markersize=4)
+            last, ends = curve["step"].iloc[-1], {}
+            for name in ("unigram", "bigram", "trigram", "context-free"):
+                if name in found:
+                    axis.axhline(found[name], color=GREY, linewidth=0.9, linestyle=":")
+                    ends[name] = last, found[name], GREY
             label_ends(axis, ends | {"model": (last, found["after"], BLUE)})
             axis.set(title=TITLES[model], xlabel="optimizer step", ylabel="loss, nats per token", xlim=(0, last))
-        sns.despine(figure)
         figure.savefig(path)
 
 
@@ -122,39 +118,30 @@ def summarize(measured: dict[str, dict[str, float]]) -> str:
     expected = json.loads(COMMITTED.read_text(encoding="utf-8"))["metrics"]
     lines = []
     for model, found in measured.items():
-        lines += [
-            "",
-            f"{TITLES[model]}: validation loss in nats per token, lower is better",
-            f"{'':10}{'now':>8}{'expected':>10}",
-        ]
-        for name, meaning in MEANING.items():
-            if name in found:
-                bits = (
-                    f", {found[f'{name}/bits_per_byte']:.2f} bits per byte" if f"{name}/bits_per_byte" in found else ""
-                )
-                recorded = (
-                    f"{expected[f'{model}/{name}']['value']:10.3f}" if f"{model}/{name}" in expected else f"{'':10}"
-                )
-                lines.append(f"{name:10}{found[name]:8.3f}{recorded}  {meaning}{bits}")
+        lines += ["", f"{TITLES[model]}: validation loss in nats per token, lower is better"]
+        lines += [f"{'':10}{'now':>8}{'expected':>10}"]
+        for name in (name for name in MEANING if name in found):
+            entry, bits = expected.get(f"{model}/{name}"), found.get(f"{name}/bits_per_byte")
+            recorded = f"{entry['value']:10.3f}" if entry else f"{'':10}"
+            also = f", {bits:.2f} bits per byte" if bits else ""
+            lines.append(f"{name:10}{found[name]:8.3f}{recorded}  {MEANING[name]}{also}")
         gain = found["unigram"] - found["after"]
         state = "has learned" if gain >= MARGIN_NATS[model] else "HAS NOT LEARNED ENOUGH"
         lines.append(f"It {state}: {gain:.3f} nats below the unigram (required: {MARGIN_NATS[model]}).")
         if "context-free" in found:
             below = found["context-free"] - found["after"]
-            lines.append(
-                f"It uses other positions: {below:.3f} nats below context-free."
-                if below > 0
-                else "It is not below context-free, so this does not show that it uses other positions."
-            )
+            shown = f"It uses other positions: {below:.3f} nats below context-free."
+            not_shown = "It is not below context-free, so this does not show that it uses other positions."
+            lines.append(shown if below > 0 else not_shown)
     return "\n".join(lines)
 
 
-def read_curve(model: str, run_dir: Path) -> list[dict[str, float]]:
-    """Training and validation loss, and throughput, at the steps that were validated."""
+def read_curve(model: str, run_dir: Path) -> pd.DataFrame:
+    """Training and validation loss, and throughput, by step: columns step, train, val and tokens_per_s."""
     table = pd.read_csv(run_dir / "metrics.csv")
     train = f"train/{TERM[model]}" if f"train/{TERM[model]}" in table else "train/loss"
     names = {"step": "step", train: "train", f"val/{TERM[model]}": "val", "tokens_per_s": "tokens_per_s"}
-    return table[list(names)].rename(columns=names).dropna().round(4).to_dict("records")
+    return table[list(names)].rename(columns=names)
 
 
 def record_losses(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], seconds: float, path: Path) -> None:
@@ -166,7 +153,8 @@ def record_losses(run_dirs: dict[str, Path], measured: dict[str, dict[str, float
         for name, value in found.items():
             unit = "bits/byte" if name.endswith("bits_per_byte") else "nats/token"
             metrics[f"{model}/{name}"] = {"value": value, "unit": unit}
-    curves = {model: read_curve(model, run_dir) for model, run_dir in run_dirs.items()}
+    tables = {model: read_curve(model, run_dir) for model, run_dir in run_dirs.items()}
+    curves = {model: table.dropna().round(4).to_dict("records") for model, table in tables.items()}  # as validated
     config, layout = {"titles": TITLES, "curves": curves}, {"tp_size": 2, "dp_size": 1}
     write_record(new_record("demo", "scaled_down", config, 1234, metrics, layout=layout), path)
 

@@ -1,7 +1,6 @@
 """Figure of the small finetuning runs: all seeds from published and random weights, and the required score."""
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.figure import Figure
 
 from analysis.report.style import BLUE, ORANGE, house_style, page_figure
@@ -30,5 +29,4 @@ def draw_small_runs(rows: pd.DataFrame) -> Figure:
         axis.set_xticks(range(len(tasks)), [task.replace("/", ", ") for task in tasks])
         axis.set(ylabel="score, %", ylim=(0, 100))
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        sns.despine(figure)
     return figure

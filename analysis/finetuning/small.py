@@ -30,10 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 from analysis.report.records import add_line, read_lines
-from analysis.running import run_python
-from lmscale.results import new_record, write_record
+from analysis.running import ROOT, run_python
+from lmscale.results import new_record, report
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "finetuning" / "records"
 SEEDS = (1, 2, 3)
 KINDS = ("pretrained", "from_scratch")
@@ -164,11 +163,6 @@ def run_one(name: str, task: str, kind: str, seed: int, bert: Path, data: tuple[
     return json.loads((outputs / name / "record.json").read_text(encoding="utf-8"))
 
 
-def num_scored(record: dict[str, Any]) -> int:
-    """Number of examples in all scored sets of a run."""
-    return sum(size["examples"] for name, size in record["config"]["sets"].items() if name != "train")
-
-
 def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """Medians of both kinds, their difference, and two standard errors of the difference.
 
@@ -178,7 +172,8 @@ def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     scores = {kind: [run["metrics"][case.metric]["value"] for run in runs[kind]] for kind in KINDS}
     medians = {kind: statistics.median(values) for kind, values in scores.items()}
     seeds = sum(statistics.variance(values) / len(values) for values in scores.values()) ** 0.5
-    count = num_scored(runs["pretrained"][0])
+    sets = runs["pretrained"][0]["config"]["sets"]
+    count = sum(size["examples"] for name, size in sets.items() if name != "train")  # scored
     examples = sum(value * (100 - value) / count for value in medians.values()) ** 0.5
     difference = medians["pretrained"] - medians["from_scratch"]
     times = [run["metrics"]["train_time"]["value"] for run in runs["pretrained"] + runs["from_scratch"]]
@@ -225,10 +220,7 @@ def main() -> int:
     for seed, kind, task in itertools.product(options.seeds, KINDS, options.tasks):
         if (name := f"{task}_{kind}_{seed}") not in recorded:
             add_line(options.records, name, run_one(name, task, kind, seed, bert, data[task], outputs))
-    record = summarize(read_lines(options.records))
-    write_record(record, options.records.with_suffix(".json"))
-    print(*(f"{name} = {entry['value']:.6g} {entry['unit']}" for name, entry in record["metrics"].items()), sep="\n")
-    print(f"record: {options.records.with_suffix('.json')}")
+    report(summarize(read_lines(options.records)), options.records.with_suffix(".json"))
     return 0
 
 

@@ -23,13 +23,14 @@ CELL = ["layers", *ARM, "lr", "seed"]
 CONDITIONS = ["warmup", "family", "data", "precision"]  # which the cells of the second study have besides
 MEASURED = ["state", "train_loss", "validation_loss", "cpu_time"]
 STEP = 100  # of the statistics that may tell stuck runs from others
-CANDIDATES = (
-    "constant_share/mlp",
-    "constant_share/attention",
-    "attention_entropy/attention",
-    "variance_ratio/mlp",
-    "gradient_norm/mlp",
-)
+STATISTICS = {  # with their names in tables and figures
+    "constant_share/mlp": "MLP constant share",
+    "constant_share/attention": "Attention constant share",
+    "attention_entropy/attention": "Attention entropy",
+    "variance_ratio/mlp": "MLP variance ratio",
+    "gradient_norm/mlp": "MLP gradient ratio",
+}
+CANDIDATES = tuple(STATISTICS)
 LOSS = "loss"
 
 
@@ -110,9 +111,8 @@ def choose_rates(cells: pd.DataFrame, layers: int) -> dict[tuple[str, bool], flo
 
     Rates at which no cell diverged are preferred.
     """
-    at_depth = cells[cells["layers"] == layers] if len(cells) else cells
     chosen: dict[tuple[str, bool], float] = {}
-    for arm, group in at_depth.groupby(ARM) if len(at_depth) else ():
+    for arm, group in cells[cells["layers"] == layers].groupby(ARM):
         by_rate = group.groupby("lr").agg(loss=("train_loss", "mean"), bad=("state", lambda s: (s == "diverged").any()))
         chosen[arm] = float(by_rate.sort_values(["bad", "loss"]).index[0])
     return chosen

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -47,16 +46,8 @@ def draw_loss_curves(curves: pd.DataFrame, cells: pd.DataFrame, factorial: int) 
     for axis, part in zip(figure.axes, parts, strict=True):
         _mark_references(axis, cells)
         for place, (words, color) in enumerate(zip(_learned(part).split(", "), _ORDERS.values(), strict=True)):
-            axis.text(
-                0.98,
-                0.97 - 0.1 * place,
-                words,
-                color=color,
-                transform=axis.transAxes,
-                ha="right",
-                va="top",
-                fontsize=FONT_SIZE,
-            )
+            style = {"transform": axis.transAxes, "ha": "right", "va": "top", "fontsize": FONT_SIZE}
+            axis.text(0.98, 0.97 - 0.1 * place, words, color=color, **style)
     _key(figure, references=True)
     return figure
 
@@ -140,7 +131,6 @@ def _panels(
         for top, bottom, value in zip(axes[0], axes[-1], values, strict=True):
             top.set_title(heading.format(value))
             bottom.set_xlabel(x)
-        sns.despine(figure)
     return figure
 
 

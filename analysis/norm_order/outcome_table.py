@@ -4,14 +4,9 @@ from typing import Any
 
 import pandas as pd
 
+from .cells import STATISTICS
+
 NAMES = {"pre": "pre-norm", "post": "post-norm", "b2t": "B2T", "deepnorm": "DeepNorm"}
-STATISTICS = {  # `CANDIDATES` of `cells.py`
-    "constant_share/mlp": "MLP constant share",
-    "constant_share/attention": "Attention constant share",
-    "attention_entropy/attention": "Attention entropy",
-    "variance_ratio/mlp": "MLP variance ratio",
-    "gradient_norm/mlp": "MLP gradient ratio",
-}
 ANSWERS = {True: "yes", False: "no"}
 REFUTED = "expectation refuted"
 QUESTIONS = (
@@ -26,20 +21,10 @@ QUESTIONS = (
 def table_of_tests(record: dict[str, Any]) -> pd.DataFrame:
     """The twelve tests: hypothesis, method, n, effect with its 95 % interval and unit, p, Holm's p, decision, note."""
     rows = record["config"]["tests"]
-    return pd.DataFrame(
-        {
-            "test": [str(row["test"]) for row in rows],
-            "hypothesis": [row["hypothesis"] for row in rows],
-            "method": [row["method"] for row in rows],
-            "n": [str(row["n"]) for row in rows],
-            "effect, 95 %": [_effect(row) for row in rows],
-            "unit": [row["unit"] for row in rows],
-            "p": [f"{row['p']:.2g}" for row in rows],
-            "p, Holm": [f"{row['p_holm']:.2g}" for row in rows],
-            "decision": [row["decision"] for row in rows],
-            "note": [row["note"] for row in rows],
-        }
-    )
+    numbers = {name: [f"{row[key]:.2g}" for row in rows] for name, key in (("p", "p"), ("p, Holm", "p_holm"))}
+    table = pd.DataFrame(rows).astype({"test": str, "n": str})
+    table = table.assign(**numbers, **{"effect, 95 %": [_effect(row) for row in rows]})
+    return table[["test", "hypothesis", "method", "n", "effect, 95 %", "unit", *numbers, "decision", "note"]]
 
 
 def questions_table(record: dict[str, Any]) -> pd.DataFrame:
@@ -55,16 +40,10 @@ def questions_table(record: dict[str, Any]) -> pd.DataFrame:
 
 def limits_table(record: dict[str, Any]) -> pd.DataFrame:
     """The largest rate at which both seeds learned, with all lower ones: a row per placement and warm-up, by depth."""
-    shown = [
-        {
-            "placement": NAMES[row["order"]],
-            "warm-up": row["warmup"],
-            "layers": row["layers"],
-            "limit": f"{row['limit']:.2g}",
-        }
-        for row in record["config"]["limits"]
-    ]
-    return pd.DataFrame(shown).pivot(index=["placement", "warm-up"], columns="layers", values="limit").fillna("")
+    rows = pd.DataFrame(record["config"]["limits"])
+    rows = rows.assign(placement=rows["order"].map(NAMES), limit=rows["limit"].map("{:.2g}".format))
+    rows = rows.rename(columns={"warmup": "warm-up"})
+    return rows.pivot(index=["placement", "warm-up"], columns="layers", values="limit").fillna("")
 
 
 def _effect(row: dict[str, Any]) -> str:

@@ -233,7 +233,6 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--study", choices=FILES, default="first")
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
-    parser.add_argument("--next", type=int, metavar="N", help="run only the next N cells without a record")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order", help="run folders")
@@ -258,7 +257,7 @@ def main() -> int:
                 raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
             return int(repeat([cells[name] for name in options.only], more, recorded, outputs) > 0)
         missing = [cell for name, cell in cells.items() if name not in recorded]
-        run_missing(missing[: options.next], more, options.jobs, outputs, path)
+        run_missing(missing, more, options.jobs, outputs, path)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

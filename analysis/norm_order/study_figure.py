@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -16,9 +15,9 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
-from .cells import STEP, learned_means
+from .cells import STATISTICS, STEP, learned_means
 from .decide import LIMIT_GROUPS, Rule, mechanism_cells, observations, rate, read_limits
-from .outcome_table import NAMES, STATISTICS
+from .outcome_table import NAMES
 from .run_folder import NATS
 
 GREEN = "#00795a"
@@ -68,7 +67,6 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
             if (rows["state"] == state).any():
                 handles.append(Line2D([], [], color="0.2", marker=mark, linestyle="", markersize=4, label=state))
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.8)
-        sns.despine(figure)
     return figure
 
 
@@ -100,7 +98,6 @@ def draw_limits(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
         axis.xaxis.set_minor_locator(NullLocator())
         _label_rates(axis.yaxis, pd.Series([rate(at) for at in shown["place"]]))
         axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="depth^-k, 95 %")
-        sns.despine(figure)
     return figure
 
 
@@ -128,7 +125,6 @@ def draw_paired_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
             axis.set_xticks(range(len(COLORS)), names)
             axis.set(title=f"{layers} layers", xlim=(-0.4, len(COLORS) - 0.6))
         figure.axes[0].set_ylabel(LOSS)
-        sns.despine(figure)
     return figure
 
 
@@ -168,7 +164,6 @@ def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
         ]
         handles.append(Line2D([], [], color=ORANGE, linestyle="--", label="threshold"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-        sns.despine(figure)
     return figure
 
 
@@ -209,7 +204,6 @@ def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
             label = f"{NAMES[order]} at a warm-up of 100"
             handles.append(Line2D([], [], color=COLORS[order], label=label, **REFERENCES[order]))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-        sns.despine(figure)
     return figure
 
 

@@ -9,10 +9,7 @@ The forecast has step times and memory by the planner, and for every run the out
 
 import argparse
 import json
-import os
-import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 from analysis.norm_order.run_folder import NATS, describe_losses, read_rows, reference_losses, training_samples
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 FORECAST = ROOT / "analysis" / "norm_order" / "records" / "true_widths_forecast.json"
@@ -46,12 +43,10 @@ def runs() -> dict[str, dict[str, Any]]:
     from omegaconf import OmegaConf
 
     import lmscale.cli.conf_files  # noqa: F401  # the resolver that conf/train.yaml uses
+    from analysis.benchmarks.forecast import commands
 
-    script = ["bash", str(ROOT / "analysis" / "benchmarks" / "h200.sh"), "c"]
-    done = subprocess.run(script, env=os.environ | {"DRY_RUN": "1"}, capture_output=True, text=True, check=True)
     found = {}
-    for line in done.stdout.splitlines():
-        words = shlex.split(line)
+    for words in commands("c"):
         words = [word.replace("resume=", "resume.path=") for word in words[words.index("src/train.py") + 1 :]]
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             composed = compose("train", [word for word in words if not word.startswith("hydra.")])
@@ -187,11 +182,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    write_record(record, options.record)
-    for name, entry in record["metrics"].items():
-        if entry["value"] is not None:
-            print(f"{name:<40}{entry['value']:>12.5g} {entry['unit']}")
-    print(f"record: {options.record}")
+    report(record, options.record)
     return 0
 
 

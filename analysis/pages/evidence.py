@@ -203,13 +203,9 @@ def _trained_tokens(entry: Entry, context: Context) -> Found:
     return Found(SETTING, f"`conf/{file}`, `trainer.max_steps` over that of 336M", own / steps)
 
 
-def _of_cluster(kind: str, source: str, compute: Callable[[Cluster], float]) -> Callable[[Entry, Context], Found]:
-    return lambda _, context: Found(kind, source, compute(context.cluster))
-
-
 _LAYERS, _HIDDEN = paper_models()["gpt_2.5b"].num_layers, paper_models()["gpt_2.5b"].hidden_size
 _POSITIONS = MICRO_BATCH * SEQ_LENGTH
-_GPUS = 512  # of the largest runs
+_BASELINE = BASELINE_FLOPS_PER_S / TERA
 _OF_THE_LOSS = ": maxima, sums and target logits per row, of which the paper's formula needs the last two"
 _COMPUTED: dict[str, Callable[[Entry, Context], Found]] = {
     "parameters": _parameters,
@@ -223,21 +219,21 @@ _COMPUTED: dict[str, Callable[[Entry, Context], Found]] = {
     "elements of an all-reduce": _messages("attention and MLP outputs", "num_bytes", 2 * _POSITIONS * _HIDDEN),  # fp16
     "all-reduces of the embedding": _messages("embedding", "count", 1),
     "numbers of the loss": _messages("loss", "total_bytes", 4 * _POSITIONS, _OF_THE_LOSS),  # fp32
-    "one": _of_cluster(SETTING, "by definition", lambda _: 1.0),
-    "baseline": _of_cluster(SETTING, "the cost model is anchored at this value", lambda _: BASELINE_FLOPS_PER_S / TERA),
-    "baseline share": _of_cluster(
-        SETTING, "39 TFLOP/s over the cluster's peak", lambda c: 100 * BASELINE_FLOPS_PER_S / (c.peaks.fp16 * TERA)
+    "one": lambda *_: Found(SETTING, "by definition", 1.0),
+    "baseline": lambda *_: Found(SETTING, "the cost model is anchored at this value", _BASELINE),
+    "baseline share": lambda _, context: Found(
+        SETTING, "39 TFLOP/s over the cluster's peak", 100 * _BASELINE / context.cluster.peaks.fp16
     ),
-    "bandwidth in a server": _of_cluster(
-        MODELLED, "`cost_model.json`, effective, fitted", lambda c: c.calibration.tensor_bandwidth_gb_s
+    "bandwidth in a server": lambda _, context: Found(
+        MODELLED, "`cost_model.json`, effective, fitted", context.cluster.calibration.tensor_bandwidth_gb_s
     ),
-    "bandwidth between servers": _of_cluster(
-        MODELLED, "`cost_model.json`, effective, fitted", lambda c: c.calibration.data_bandwidth_gb_s
+    "bandwidth between servers": lambda _, context: Found(
+        MODELLED, "`cost_model.json`, effective, fitted", context.cluster.calibration.data_bandwidth_gb_s
     ),
-    "efficiency on 512 GPUs": _of_cluster(
+    "efficiency on 512 GPUs": lambda _, context: Found(
         MODELLED,
         "`cost_model.json`, PFLOP/s on 512 GPUs over 512 x 39 TFLOP/s",
-        lambda cluster: 100 * predict_petaflops(cluster) * 1e15 / (_GPUS * BASELINE_FLOPS_PER_S),
+        100 * predict_petaflops(context.cluster) * 1e3 / (512 * _BASELINE),
     ),
 }
 _SOURCES: dict[str, Callable[[Entry, Context], Found | None]] = {

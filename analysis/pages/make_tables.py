@@ -116,14 +116,11 @@ def main() -> int:
     """Fill every page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
-    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES, help="Markdown files with markers for tables")
     options = parser.parse_args()
     try:
         records = read_records(options.records)
         rows = all_rows(records)
-        pages = {
-            path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in options.pages
-        }
+        pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in PAGES}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -36,19 +36,13 @@ def heading(place: str) -> str:
 def kinds(rows: pd.DataFrame) -> pd.DataFrame:
     """Number of entries per kind of evidence: columns `evidence`, `numbers`, `meaning`."""
     counts = rows["evidence"].value_counts()
-    return pd.DataFrame(
-        {
-            "evidence": list(KINDS),
-            "numbers": [int(counts.get(kind, 0)) for kind in KINDS],
-            "meaning": list(KINDS.values()),
-        }
-    )
+    found = [(kind, int(counts.get(kind, 0)), meaning) for kind, meaning in KINDS.items()]
+    return pd.DataFrame(found, columns=["evidence", "numbers", "meaning"])
 
 
 def status(rows: pd.DataFrame) -> str:
     """How many numbers were counted, modelled or reached by training."""
-    counts = rows["evidence"].value_counts()
-    of = {kind: int(counts.get(kind, 0)) for kind in KINDS}
+    of = kinds(rows).set_index("evidence")["numbers"]
     return (
         f"Of the paper's {len(rows)} numbers, {of[SETTING]} are settings of its runs. Of the other "
         f"{len(rows) - of[SETTING]}, {of[COUNTED]} are counted exactly, {of[MODELLED]} are modelled, {of[SCALED_DOWN]} "

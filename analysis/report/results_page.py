@@ -16,7 +16,6 @@ _AGGREGATES = {
     "number": len,
     "largest": lambda values: max(values, key=abs),
     "median": statistics.median,
-    "range": lambda values: f"{min(values):.3f} to {max(values):.3f}",
 }
 
 
@@ -38,7 +37,7 @@ def _row(row: dict[str, str], records: Mapping[str, dict[str, Any]]) -> dict[str
     return shown | {"measured": value, "unit": unit}
 
 
-def metric_value(row: Mapping[str, str], records: Mapping[str, dict[str, Any]]) -> tuple[float | str, str]:
+def metric_value(row: Mapping[str, str], records: Mapping[str, dict[str, Any]]) -> tuple[float, str]:
     """Value and unit of a row's metric, or of its aggregate over all metrics and records that match.
 
     Raises:
@@ -77,5 +76,5 @@ def fill(page: str, tables: Mapping[str, str]) -> str:
     """
     filled, count = _PLACE.subn(lambda place: f"{place[1]}\n{tables[place[2]]}\n\n{place[3]}", page)
     if not count:
-        raise ValueError("`--pages` must contain markers, <!-- table: NAME --> and <!-- end of the table -->")
+        raise ValueError("a page must contain markers, <!-- table: NAME --> and <!-- end of the table -->")
     return filled

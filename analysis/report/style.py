@@ -33,10 +33,14 @@ def prepare_figure(option: str, path: Path) -> None:
 
 @contextmanager
 def house_style(style: str = "ticks") -> Iterator[None]:
-    """Apply the seaborn style within the block and restore the previous one."""
+    """Apply the seaborn style within the block and restore the previous one.
+
+    With `ticks`, axes have no line at the top and on the right.
+    """
     sizes = {"font.size": FONT_SIZE, "axes.labelsize": FONT_SIZE, "axes.titlesize": FONT_SIZE}
     sizes |= dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), FONT_SIZE - 1)
-    with sns.axes_style(style), sns.plotting_context("paper", rc=sizes):
+    closed = dict.fromkeys(("axes.spines.top", "axes.spines.right"), style != "ticks")
+    with sns.axes_style(style, rc=closed), sns.plotting_context("paper", rc=sizes):
         yield
 
 

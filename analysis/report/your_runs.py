@@ -17,7 +17,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 import pandas as pd
-import seaborn as sns
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
@@ -194,7 +193,6 @@ def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
             if has_speed:
                 speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
             label_ends(loss, ends, gap=0.07)
-        sns.despine(figure)
     return figure
 
 

@@ -95,7 +95,6 @@ def draw_parts(rows: pd.DataFrame) -> Figure:
         axis.invert_yaxis()
         axis.set(xlabel="% of the parameters", xlim=(0, 100))
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
-        sns.despine(figure)
     return figure
 
 
@@ -117,24 +116,15 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
     with house_style():
         figure = page_figure("Each GPT fits on V100s at the paper's number of tensor ranks", 3.6)
         axis = figure.subplots()
-        for (model, part), color in zip(
-            tall.groupby("model", sort=False), sns.color_palette("viridis", 8), strict=False
-        ):
+        colors = sns.color_palette("viridis", 8)
+        for (model, part), color in zip(tall.groupby("model", sort=False), colors, strict=False):
             axis.plot(part["tensor ranks"], part["GiB"], marker="o", markersize=4, color=color)
-            axis.annotate(
-                model,
-                part[["tensor ranks", "GiB"]].iloc[0],
-                (-8, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                color=color,
-            )
+            ends, style = part[["tensor ranks", "GiB"]], {"textcoords": "offset points", "color": color}
+            axis.annotate(model, ends.iloc[0], (-8, 0), ha="right", va="center", **style)
             if part["tensor ranks"].max() < sizes[-1]:
                 heads = paper_models()[model].num_attention_heads
-                last = part[["tensor ranks", "GiB"]].iloc[-1]
                 text = f"{heads} heads are not\ndivisible by {sizes[-1]}"
-                axis.annotate(text, last, (4, -3), textcoords="offset points", va="top", color=color)
+                axis.annotate(text, ends.iloc[-1], (4, -3), va="top", **style)
         axis.set_title(f"fp16, {MICRO_BATCH} sequences, full recomputation; dotted: GiB for tensors on each device")
         axis.set(xscale="log", yscale="log", xlabel="tensor ranks", ylabel="GiB per rank", xlim=(0.7, 8.3))
         axis.set_xticks(sizes, [str(size) for size in sizes])
@@ -143,5 +133,4 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
         for gib in devices.values():
             axis.hlines(gib, 1, 8.3, color=GREY, linewidth=0.8, linestyle=":")
         label_ends(axis, {f"{name}, {gib:.1f}": (1, gib, GREY) for name, gib in devices.items()})
-        sns.despine(figure)
     return figure

@@ -92,7 +92,7 @@ def blind(cluster: Cluster) -> dict[str, dict]:
     for name, (machine, column, times, batch, dp_size) in tables.items():
         share, rows = predict_later(machine, getattr(LATER_SHAPES[0], times), batch, dp_size)
         metrics[f"blind/{name}, share"] = {"value": share, "unit": "of the paper's passes and launches"}
-        for shape, (_, percent) in zip(LATER_SHAPES, rows, strict=True):
+        for shape, percent in zip(LATER_SHAPES, rows, strict=True):
             if (shape.tp_size, dp_size) != (1, 1):
                 metrics[f"blind/{name}, {shape.tp_size * dp_size} GPUs"] = {
                     "value": percent - getattr(shape, column),

@@ -16,6 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
+import numpy as np
+
+from analysis.scaling.study import with_rates
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.flops import TERA, model_flops_per_step
@@ -23,7 +26,7 @@ from lmscale.planner.operation import Operation, product, times
 from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
 from lmscale.planner.workload import Workload
-from lmscale.results import new_record, record_argument, write_record
+from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "analysis" / "scaling" / "records" / "roofline.json"
@@ -195,18 +198,14 @@ def tokens_per_s(run: Run, cluster: Cluster) -> float:
     """Tokens/s of one device."""
     config, software = run.config, run.software
     forward, backward = software.attention
-    rates = {"attention_forward_tflops": forward, "attention_backward_tflops": backward}
-    cluster = dataclasses.replace(cluster, roofline=dataclasses.replace(cluster.roofline, **rates))
+    cluster = with_rates(cluster, attention_forward_tflops=forward, attention_backward_tflops=backward)
     layout = Layout(tp_size=run.tp_size, sequence_parallel=run.tp_size > 1)
     batch = run.micro_batch_size * run.num_micro_batches
     counted = step_operations(Workload(config, run.micro_batch_size, batch, run.seq_length, run.dtype), layout)
     products = [o for o in counted if o.kind in ("product", "attention") or o.name == "rounding to float8"]
     products = [o for o in products if not o.name.startswith("logits")]  # chunks are ours
-    rows, columns, h = (
-        run.micro_batch_size * run.seq_length,
-        config.padded_vocab_size // run.tp_size,
-        config.hidden_size,
-    )
+    rows, columns = run.micro_batch_size * run.seq_length, config.padded_vocab_size // run.tp_size
+    h = config.hidden_size
     for m, n, k in ((rows, columns, h), (rows, h, columns), (columns, h, rows)):
         products.append(times(run.num_micro_batches, product("logits", "all", m, n, k, 2)))
     tokens = batch * run.seq_length
@@ -228,27 +227,20 @@ def tokens_per_s(run: Run, cluster: Cluster) -> float:
 def miss(run: Run, constants: dict[str, float]) -> float:
     """Modelled over published tokens/s, less 1."""
     cluster = load_cluster(ROOT / "conf" / "cluster" / f"{run.cluster}.yaml")
-    cluster = dataclasses.replace(cluster, roofline=dataclasses.replace(cluster.roofline, **constants))
-    return tokens_per_s(run, cluster) / run.tokens - 1
+    return tokens_per_s(run, with_rates(cluster, **constants)) / run.tokens - 1
 
 
 def fit(role: str = "fit") -> dict[str, float]:
     """The constants inside their ranges that miss the runs of `role` by the least squares, by shrinking grids."""
     runs = [run for run in RUNS if run.role == role]
-    low, high = ([entry[i] for entry in CONSTANTS.values()] for i in (1, 2))
-    centre, radius = (
-        [(a + b) / 2 for a, b in zip(low, high, strict=True)],
-        [(b - a) / 2 for a, b in zip(low, high, strict=True)],
-    )
+    low, high = np.array([entry[1:3] for entry in CONSTANTS.values()]).T
+    centre, radius = (low + high) / 2, (high - low) / 2
     for _ in range(14):
-        axes = [
-            sorted({min(max(c + step * r, a), b) for step in (-1, 0, 1)})
-            for c, r, a, b in zip(centre, radius, low, high, strict=True)
-        ]
+        axes = np.clip([centre - radius, centre, centre + radius], low, high).T.tolist()
         points = [dict(zip(CONSTANTS, point, strict=True)) for point in itertools.product(*axes)]
         best = min(points, key=lambda point: sum(miss(run, point) ** 2 for run in runs))
-        centre, radius = list(best.values()), [r * 0.62 for r in radius]
-    return dict(zip(CONSTANTS, centre, strict=True))
+        centre, radius = np.array(list(best.values())), radius * 0.62
+    return best
 
 
 def measure(constants: dict[str, float]) -> dict[str, dict]:
@@ -264,7 +256,7 @@ def measure(constants: dict[str, float]) -> dict[str, dict]:
     return metrics
 
 
-def main() -> int:
+def main() -> None:
     """Fit, print, record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--record", type=record_argument, default=RECORD)
@@ -273,15 +265,12 @@ def main() -> int:
     metrics = measure(constants)
     other = fit("held out")
     metrics |= {f"other half/{name}": {"value": other[name], "unit": entry[0]} for name, entry in CONSTANTS.items()}
-    for name, entry in metrics.items():
-        print(f"{name:<60}{entry['value']:>9.3f} {entry['unit']}")
     config = {
         "ranges": {name: {"unit": e[0], "low": e[1], "high": e[2], "why": e[3]} for name, e in CONSTANTS.items()},
         "runs": [dataclasses.asdict(run) for run in RUNS],
     }
-    write_record(new_record("roofline", "modelled", config, None, metrics), options.record)
-    return 0
+    report(new_record("roofline", "modelled", config, None, metrics), options.record)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

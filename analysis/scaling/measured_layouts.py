@@ -19,11 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from analysis.running import run_python
-from lmscale.results import new_record, record_argument, write_record
+from analysis.running import ROOT, run_python
+from lmscale.results import new_record, record_argument, report
 from lmscale.training.measuring import WARM_UP_STEPS, label, layout_overrides, time_training
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "analysis" / "scaling" / "records" / "measured_layouts_cpu.json"
 JOB = ("model=gpt_tiny", "model.hidden_size=512", "model.num_attention_heads=8", "model.vocab_size=8192")
 JOB += ("model.max_position_embeddings=256", "micro_batch_size=2", "global_batch_size=4")
@@ -57,7 +56,7 @@ def compare(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return metrics
 
 
-def main() -> int:
+def main() -> None:
     """Measure, print the rows and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=60, help="timed steps of a long run")
@@ -87,11 +86,8 @@ def main() -> int:
     metrics = compare(rows) | {"load_average_before": {"value": load, "unit": "processes"}}
     config = {"job": list(JOB), "steps": options.steps, "measured_for": planned["config"], "rows": rows}
     record = new_record("measured_layouts", "run", config, planned["seed"], metrics, device="cpu", started=started)
-    write_record(record, options.record)
-    for name, entry in metrics.items():
-        print(f"{name:<34} {entry['value']:.6g} {entry['unit']}")
-    return 0
+    report(record, options.record)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

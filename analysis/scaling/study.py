@@ -12,6 +12,8 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
+from scipy import optimize
+
 from analysis.ledger.entries import PAPER, paper_shape
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster
@@ -102,24 +104,10 @@ CELLS = (
     Cell("Table 8", "8 GPUs", "1.2B", 16, 8, 1, "table_8/gpt_1.2b/8_gpus", "text", "fit"),
 )
 LARGEST_CELL = next(cell for cell in CELLS if cell.tp_size * cell.dp_size == 512)
-# Table 2.
-TRAINING_DAYS = tuple(
-    Cell(
-        "Table 2",
-        size,
-        size,
-        PAPER[f"{model}/num_attention_heads"],
-        PAPER[f"{model}/gpus"] // DATA_RANKS,
-        DATA_RANKS,
-        f"{model}/days",
-        "text",
-        "held out",
-    )
-    for size, model in (
-        ("355M", "table_2/gpt_355m"),
-        ("2.5B", "table_2/gpt_2.5b"),
-        ("8.3B", "table_2/gpt_8.3b_24heads"),
-    )
+TRAINING_DAYS = (
+    Cell("Table 2", "355M", "355M", 16, 1, 64, "table_2/gpt_355m/days", "text", "held out"),
+    Cell("Table 2", "2.5B", "2.5B", 20, 2, 64, "table_2/gpt_2.5b/days", "text", "held out"),
+    Cell("Table 2", "8.3B", "8.3B", 24, 8, 64, "table_2/gpt_8.3b_24heads/days", "text", "held out"),
 )
 
 
@@ -159,16 +147,8 @@ LATER_SHAPES = (
 
 def study_model(num_layers: int, hidden_size: int, heads: int) -> TransformerConfig:
     """A GPT of the study, with full recomputation and exact attention."""
-    return TransformerConfig(
-        family="gpt",
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=heads,
-        vocab_size=GPT_VOCABULARY,
-        max_position_embeddings=SEQ_LENGTH,
-        recompute="full",
-        attention="exact",
-    )
+    sizes = num_layers, hidden_size, heads, GPT_VOCABULARY, SEQ_LENGTH
+    return TransformerConfig("gpt", *sizes, recompute="full", attention="exact")
 
 
 def baseline() -> tuple[TransformerConfig, float]:
@@ -275,10 +255,10 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
         dp_size: data ranks of every row; the first row's time is always that of one GPU.
 
     Returns:
-        the share, and per row milliseconds and % of linear scaling.
+        the share, and the % of linear scaling of each row.
 
     Raises:
-        ValueError: no share between 0 and 3 gives this time.
+        ValueError: no share between 0 and 3 gives this time (the signs at both ends are equal).
     """
     first_shape = LATER_SHAPES[0]
 
@@ -286,17 +266,11 @@ def predict_later(cluster: Cluster, first_ms: float, micro_batch_size: int, dp_s
         layout = Layout(tp_size=shape.tp_size, dp_size=num_data_ranks)
         return study_time(shape.config, layout, cluster, micro_batch_size, share).total
 
-    low, high = 1e-6, 3.0
-    if not seconds(low, first_shape) <= first_ms / 1e3 <= seconds(high, first_shape):
-        raise ValueError(f"`first_ms` must be attainable with a share between 0 and 3, but is {first_ms}")
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if seconds(middle, first_shape) * 1e3 < first_ms else (low, middle)
-    first, table = seconds(low, first_shape), []
-    for shape in LATER_SHAPES:
-        time = seconds(low, shape, dp_size)
-        table.append((time * 1e3, efficiency(shape.config, shape.tp_size, time, first_shape.config, first)))
-    return low, table
+    share = optimize.brentq(lambda share: seconds(share, first_shape) - first_ms / 1e3, 1e-6, 3.0)
+    first = first_shape.config, seconds(share, first_shape)
+    return share, [
+        efficiency(shape.config, shape.tp_size, seconds(share, shape, dp_size), *first) for shape in LATER_SHAPES
+    ]
 
 
 def scaled_to(cluster: Cluster, peak_fp16: float, copy_ratio: float, link_ratio: float) -> Cluster:

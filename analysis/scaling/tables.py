@@ -43,18 +43,10 @@ def paper_petaflops(cell: Cell) -> tuple[float, bool]:
     return cell.paper / 100 * num_gpus * BASELINE_FLOPS_PER_S / 1e15, False
 
 
-def configuration(cell: Cell) -> str:
-    """Name of a cell in the tables: `model parallel, 8 GPUs`."""
-    num_gpus = cell.layout.world_size
-    return f"{_panel(cell)}, {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
-
-
-def _panel(cell: Cell) -> str:
-    return "model parallel" if cell.dp_size == 1 else "model + data parallel"
-
-
 def _place(cell: Cell) -> dict:
-    return {"configuration": configuration(cell), "panel": _panel(cell), "GPUs": cell.layout.world_size}
+    """What a cell is called in the tables (`model parallel, 8 GPUs`) and where it stands in the figures."""
+    panel, num_gpus = "model parallel" if cell.dp_size == 1 else "model + data parallel", cell.layout.world_size
+    return {"configuration": f"{panel}, {num_gpus} GPU{'s' * (num_gpus > 1)}", "panel": panel, "GPUs": num_gpus}
 
 
 def figure_5_rows(cluster: Cluster) -> pd.DataFrame:
@@ -106,17 +98,14 @@ def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
         rows with columns `paper`, `ours`, `difference` (ours - paper), `unit` and `evidence`: `exact` is counted,
         `modelled` comes from the cost model and states whether the cell was in the fit.
     """
-    return {
-        "Table 1": pd.DataFrame(
-            [
-                _parameters(size, PAPER_NUMBERS[f"table_1/gpt_{size.lower()}/parameters"] * 1e3, tp_size * DATA_RANKS)
-                for size, tp_size in STUDY_TP_SIZES.items()
-            ]
-        ),
-        "Table 2": pd.DataFrame(_training_rows(cluster)),
-        "Table 7": pd.DataFrame(_cells("Table 7", cluster)),
-        "Table 8": pd.DataFrame(_cells("Table 8", cluster)),
+    billions = {size: PAPER_NUMBERS[f"table_1/gpt_{size.lower()}/parameters"] for size in STUDY_TP_SIZES}
+    rows = {
+        "Table 1": [_parameters(s, billions[s] * 1e3, n * DATA_RANKS) for s, n in STUDY_TP_SIZES.items()],
+        "Table 2": _training_rows(cluster),
+        "Table 7": _cells("Table 7", cluster),
+        "Table 8": _cells("Table 8", cluster),
     }
+    return {name: pd.DataFrame(found) for name, found in rows.items()}
 
 
 def _parameters(size: str, printed_millions: float, num_gpus: int) -> dict:

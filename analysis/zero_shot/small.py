@@ -8,17 +8,15 @@ include the training data, are `zero_shot_small_*.json` in `--output`.
 """
 
 import argparse
-import gzip
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from analysis.running import run_python
+from analysis.running import ROOT, run_python
 from lmscale.results import write_record
 
-ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "zero_shot" / "records"
 TRAINED_ON = "2 million tokens of the 25,137 articles of RACE's training set (40 MB of English for learners)"
 TRAINING = (
@@ -29,6 +27,7 @@ TRAINING = (
     "model.hidden_dropout=0",
     "model.attention_dropout=0",
     "model.max_position_embeddings=1024",
+    "data.text_field=article",
     "data.seq_length=1024",
     "tokenizer.vocab_size=8192",
     "micro_batch_size=2",
@@ -39,6 +38,7 @@ TRAINING = (
     "trainer.validate_every_steps=250",
     "trainer.num_validation_samples=64",
     "trainer.progress_bar=false",
+    "trainer.num_threads=1",
     "checkpoint.save_every_steps=250",
     "logger.tensorboard=false",
     "precision=bf16",
@@ -47,29 +47,19 @@ TRAINING = (
 KEPT = ("data", "seed", "global_batch_size", "optimizer", "schedule", "precision")
 
 
-def write_articles(source: Path, target: Path) -> None:
-    """Write RACE's articles as JSON lines for `data=local`."""
-    with gzip.open(source, "rt", encoding="utf-8") as rows:
-        text = "".join(json.dumps({"text": json.loads(row)["article"]}) + "\n" for row in rows)
-    target.write_text(text, encoding="utf-8")
-
-
 def run_script(name: str, *overrides: str) -> None:
     """Run an entry script; its output goes to the terminal."""
     print("python", f"src/{name}", *overrides, flush=True)
     run_python(f"src/{name}", *overrides)
 
 
-def train(race: Path, folder: Path, num_threads: int) -> Path:
+def train(race: Path, folder: Path) -> Path:
     """Train the model unless it is trained already; returns its run folder."""
     run = folder / "gpt_race"
     if not (run / "record.json").is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        for split in ("train", "dev"):
-            write_articles(race / f"race_{split}.jsonl.gz", folder / f"{split}.jsonl")
-        paths = (f"data.path={folder}/train.jsonl", f"data.validation_path={folder}/dev.jsonl")
-        caches = (f"data.cache_dir={folder}/cache", f"trainer.num_threads={num_threads}")
-        run_script("train.py", "data=local", *paths, *caches, *TRAINING, f"hydra.run.dir={run}")
+        paths = (f"data.path={race}/race_train.jsonl.gz", f"data.validation_path={race}/race_dev.jsonl.gz")
+        folders = (f"data.cache_dir={folder}/cache", f"hydra.run.dir={run}")
+        run_script("train.py", "data=local", *paths, *folders, *TRAINING)
     return run
 
 
@@ -94,10 +84,9 @@ def main() -> int:
     parser.add_argument("--wikitext", type=Path, required=True, help="wiki.valid.tokens of WikiText-103")
     parser.add_argument("--lambada", type=Path, required=True, help="LAMBADA's passages as JSON lines")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "zero_shot_small", help="folder of the runs")
-    parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RECORDS)
     options = parser.parse_args()
-    run = train(options.race, options.folder, options.num_threads)
+    run = train(options.race, options.folder)
     for task, path in (("lambada", options.lambada), ("wikitext103", options.wikitext)):
         record = evaluate(task, path, run, options.folder)
         write_record(record, options.output / f"zero_shot_small_{task}.json")

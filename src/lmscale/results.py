@@ -87,7 +87,7 @@ def new_record(
         "finished": now.isoformat(timespec="seconds"),
         "steps": steps,
         "layout": layout,
-        "metrics": {metric: _checked(metric, entry) for metric, entry in metrics.items()},
+        "metrics": {metric: checked_metric(metric, entry) for metric, entry in metrics.items()},
         "paths": {},  # a field of record version 1 that nothing fills
         "environment": collect_environment(device) | ({} if settings is None else {"settings": settings}),
         "config": _portable(config),
@@ -160,6 +160,16 @@ def write_record(record: dict[str, Any], path: str | Path) -> None:
     write_atomically(path, text.encode())
 
 
+def report(record: dict[str, Any], path: str | Path | None = None) -> None:
+    """Print the metrics of a measurement, and write its record if there is a path for it."""
+    for name, entry in record["metrics"].items():
+        value = entry["non_finite"] if entry["value"] is None else f"{entry['value']:.6g}"
+        print(f"{name:<44} {value:>12} {entry['unit']}", flush=True)
+    if path is not None:
+        write_record(record, path)
+        print(f"record: {path}")
+
+
 def check_no_record(folder: str | Path) -> None:
     """Check that a run folder has no record, which the run would overwrite.
 
@@ -203,7 +213,12 @@ def validation_set(record: dict[str, Any]) -> str:
     return f"{family:s}, {size}, set {hashlib.sha256(facts.encode()).hexdigest()[:6]}"
 
 
-def _checked(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
+def checked_metric(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
+    """A metric as a record has it.
+
+    Raises:
+        ValueError: it is not a number with a unit.
+    """
     value, unit = (entry.get("value"), entry.get("unit")) if isinstance(entry, dict) else (entry, None)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not isinstance(unit, str):
         raise ValueError(f"metric `{metric}` must be a number with a unit, but is {entry!r}")

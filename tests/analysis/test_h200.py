@@ -12,7 +12,7 @@ import pytest
 from composed import composed, composed_run
 
 from analysis.benchmarks.config import BenchConfig
-from analysis.benchmarks.gpu.attention import AttentionShape
+from analysis.benchmarks.gpu.attention_backends import AttentionShape
 from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.figure import draw_true_widths
 from lmscale.config import Layout

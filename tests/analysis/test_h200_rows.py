@@ -112,9 +112,10 @@ def test_a_test_run_without_passed_tests_leaves_no_record(tmp_path, cases, messa
 
 
 def test_a_missing_package_is_named(monkeypatch) -> None:
-    assert rows.missing_imports() == []
+    assert rows.imports() == ""
     monkeypatch.setattr(rows, "IMPORTS", ("json", "no_such_package"))
-    assert rows.missing_imports() == ["no_such_package (No module named 'no_such_package')"]
+    with pytest.raises(ValueError, match=r"but are not: no_such_package \(No module named 'no_such_package'\)"):
+        rows.imports()
 
 
 def test_a_row_has_the_forecast_of_its_card_beside_it(tmp_path, monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """The script for Table 3's scaled-down rows: its settings are keys of the entry point, and nothing runs twice."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -22,14 +21,6 @@ def test_the_settings_of_the_training_are_keys_of_the_entry_point() -> None:
     assert set(zero_shot_small.KEPT) <= set(run.to_dict())
 
 
-def test_articles_become_lines_of_text(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "race.jsonl.gz", "wt", encoding="utf-8") as file:
-        file.write('{"article": "two\\nlines", "id": "1"}\n{"article": "naïve", "id": "2"}\n')
-    zero_shot_small.write_articles(tmp_path / "race.jsonl.gz", tmp_path / "race.jsonl")
-    lines = (tmp_path / "race.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line) for line in lines] == [{"text": "two\nlines"}, {"text": "naïve"}]
-
-
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch) -> Path:
     """A folder with all results; running an entry point again is an error."""
@@ -46,7 +37,7 @@ def finished(tmp_path: Path, monkeypatch) -> Path:
 
 
 def test_a_finished_evaluation_gets_the_training_data_of_its_model(finished: Path) -> None:
-    run = zero_shot_small.train(Path("nowhere"), finished, num_threads=1)
+    run = zero_shot_small.train(Path("nowhere"), finished)
     record = zero_shot_small.evaluate("lambada", Path("nowhere"), run, finished)
     assert set(record["metrics"]) == {"right", "training/val/loss", "training/val/perplexity", "training/train_time"}
     assert set(record["config"]["training"]) == {*zero_shot_small.KEPT, "trained_on"}

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from analysis.benchmarks.gpu.attention import AttentionShape, relative_error, time_backends
-from analysis.benchmarks.gpu.device import require_device
-from analysis.benchmarks.gpu.timing import median_time_s
+from analysis.benchmarks.gpu.attention_backends import AttentionShape, relative_error, time_backends
+from analysis.benchmarks.gpu.device import median_time_s, require_device
 
 CPU = torch.device("cpu")
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 
 import pytest
 import torch
@@ -232,24 +233,23 @@ def test_an_error_is_one_line_and_exit_code_2(changes: list[str], message: str) 
     assert done.stderr.count("\n") == 1
 
 
-def test_the_script_writes_a_record(tmp_path) -> None:
+def run_script(*changes: str) -> subprocess.CompletedProcess:
+    """Compare with eager Hugging Face, one step each."""
     small = [f"model.{key}={value}" for key, value in SIZES.items()]
     numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
+    words = [str(REPOSITORY / "analysis" / "benchmarks" / "bench.py"), *small, *numbers, "peers=[hf_eager]", *changes]
+    return warm.run(words, REPOSITORY, environment(), timeout=200)
+
+
+def test_the_script_writes_a_record(tmp_path) -> None:
     path = tmp_path / "bench.json"
-    script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
-    done = warm.run(
-        [script, *small, *numbers, "peers=[hf_eager]", f"record={path}"], REPOSITORY, environment(), timeout=200
-    )
+    done = run_script(f"record={path}")
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
 
 
 def test_if_losses_differ_the_script_prints_the_times_and_writes_no_record(tmp_path) -> None:
-    small = [f"model.{key}={value}" for key, value in SIZES.items()]
-    numbers = ["rounds=1", "steps_per_round=1", "warm_up_steps=1", "compiles=false", "num_threads=1", "accelerator=cpu"]
-    changes = ["peers=[hf_eager]", "precision=bf16", "max_loss_difference=0", f"record={tmp_path / 'bench.json'}"]
-    script = str(REPOSITORY / "analysis" / "benchmarks" / "bench.py")
-    done = warm.run([script, *small, *numbers, *changes], REPOSITORY, environment(), timeout=200)
+    done = run_script("precision=bf16", "max_loss_difference=0", f"record={tmp_path / 'bench.json'}")
     assert done.returncode == 2 and "error: `max_loss_difference` must be at least" in done.stderr
     assert "hf_eager/ratio " in done.stdout and not list(tmp_path.iterdir())

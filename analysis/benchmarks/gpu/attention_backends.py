@@ -1,19 +1,112 @@
-"""Time torch's attention backends at the shapes of the paper's models, forward and backward, with and without dropout.
+"""Time torch's attention backends on the same inputs, forward and backward, with their rounding errors.
 
 python analysis/benchmarks/gpu/attention_backends.py --shape gpt_1.2b:16:16:1024:96 --record FILE
 """
 
 import argparse
+import math
+import statistics
 import sys
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from analysis.benchmarks.gpu.attention import BACKENDS, AttentionShape, relative_error, time_backends
-from analysis.benchmarks.gpu.device import require_device
-from lmscale.results import new_record, record_argument, write_record
+from analysis.benchmarks.gpu.device import median_time_s, require_device
+from lmscale.models.attention_backend import BACKENDS as FUSED
+from lmscale.results import new_record, record_argument, report
+
+BACKENDS = FUSED | {"cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}  # no model takes cuDNN's
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One model's attention on one rank: b sequences, n heads, s tokens, head size d."""
+
+    name: str
+    b: int
+    n: int
+    s: int
+    d: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether attention is causal (GPT)."""
+        return self.name.startswith("gpt")
+
+    @classmethod
+    def parse(cls, text: str) -> "AttentionShape":
+        """From `name:b:n:s:d`, for example `gpt_1.2b:16:16:1024:96`.
+
+        Raises:
+            ValueError: the text has another form, or a size is below 1.
+        """
+        name, *sizes = text.split(":")
+        if not name.startswith(("gpt", "bert")) or len(sizes) != 4 or not all(s.isdigit() and int(s) for s in sizes):
+            raise ValueError(
+                f"an attention shape must be name:b:n:s:d with a name that starts with gpt or bert, but is {text!r}"
+            )
+        return cls(name, *map(int, sizes))
+
+
+def time_backends(
+    shape: AttentionShape, backends: list[str], dropout: float, device: torch.device, rounds: int, repeats: int
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Time one forward and backward pass per backend in bf16; returns seconds, and the reason for each that cannot run.
+
+    The inputs are strided views of the fused QKV output, as in the models, and the gradient is computed for it, so a
+    backend that needs contiguous inputs includes the copies. Backends alternate; each time is the median over `rounds`
+    of the medians over `repeats` calls.
+
+    Args:
+        backends: names of `BACKENDS`.
+    """
+    qkv = torch.randn(shape.b, shape.s, shape.n, 3, shape.d, dtype=torch.bfloat16, device=device, requires_grad=True)
+    grad = torch.randn(shape.b, shape.s, shape.n * shape.d, dtype=torch.bfloat16, device=device)
+    times: dict[str, list[float]] = {}
+    refused = {}
+    for name in backends:
+        try:
+            _attend(qkv, shape, dropout, name).backward(grad)
+            times[name] = []
+        except RuntimeError as error:  # torch raises it for inputs that a backend does not support
+            refused[name] = str(error).strip().splitlines()[0]
+    for _ in range(rounds):
+        for name, found in times.items():
+            step = partial(_forward_and_backward, qkv, grad, shape, dropout, name)
+            found.append(median_time_s(step, device, repeats))
+    return {name: statistics.median(found) for name, found in times.items()}, refused
+
+
+def relative_error(shape: AttentionShape, backend: str, device: torch.device) -> float:
+    """||out - reference|| / ||reference|| of one sequence without dropout; the reference is computed in fp32."""
+    qkv = torch.randn(1, shape.s, shape.n, 3, shape.d, dtype=torch.bfloat16, device=device)
+    out = _attend(qkv, shape, 0.0, backend).float()
+    q, k, v = qkv.float().permute(3, 0, 2, 1, 4)  # each [1, n, s, d]
+    scores = q @ k.transpose(-1, -2) / math.sqrt(shape.d)
+    if shape.causal:
+        hidden = torch.ones(shape.s, shape.s, dtype=torch.bool, device=device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    reference = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    return float((out - reference).norm() / reference.norm())
+
+
+def _attend(qkv: Tensor, shape: AttentionShape, dropout: float, backend: str) -> Tensor:
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n, s, d], as models/attention.py makes them
+    with sdpa_kernel(BACKENDS[backend]):
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=shape.causal)
+    return out.transpose(1, 2).flatten(2)  # [b, s, n d]
+
+
+def _forward_and_backward(qkv: Tensor, grad: Tensor, shape: AttentionShape, dropout: float, backend: str) -> None:
+    qkv.grad = None
+    _attend(qkv, shape, dropout, backend).backward(grad)
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -51,13 +144,7 @@ def main() -> None:
         record = measure(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    write_record(record, options.record)
-    for key, entry in record["metrics"].items():
-        if entry["value"] is None:
-            value = entry["non_finite"]
-        else:
-            value = f"{1e3 * entry['value']:.4g} ms" if entry["unit"] == "s" else f"{entry['value']:.2g}"
-        print(f"{key:<44} {value}")
+    report(record, options.record)
     for key, reason in record["refused"].items():
         print(f"{key:<44} refused: {reason}")
 

@@ -8,24 +8,19 @@ tensor, (p - 1) / p of a gathered or scattered one. Source: NVIDIA/nccl-tests, d
 """
 
 import argparse
-import socket
 import sys
-import tempfile
-from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from analysis.benchmarks.gpu.device import require_device
-from analysis.benchmarks.gpu.timing import median_time_s
-from lmscale.results import new_record, record_argument, write_record
+from analysis.benchmarks.gpu.device import median_time_s, require_device
+from analysis.ranks import on_ranks
+from lmscale.results import new_record, record_argument, report
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-TIMEOUT = timedelta(seconds=60)
 
 
 def bus_bytes(collective: str, num_bytes: int, ranks: int) -> float:
@@ -64,22 +59,9 @@ def check_values(collective: str, rank: int, ranks: int, device: torch.device) -
         raise RuntimeError(f"{collective} over {ranks} ranks must give {expected.tolist()}, but gave {found.tolist()}")
 
 
-def worker(rank: int, port: int, folder: str, options: argparse.Namespace) -> None:
-    """One rank; rank 0 writes the seconds by name."""
-    on_gpu = options.accelerator == "gpu"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=options.ranks,
-        timeout=TIMEOUT,
-        device_id=device if on_gpu else None,
-    )
+def time_collectives(rank: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Seconds and bytes sent of every collective and size, on one rank."""
+    device = torch.device("cuda", rank) if options.accelerator == "gpu" else torch.device("cpu")
     found = {}
     for collective in COLLECTIVES:
         check_values(collective, rank, options.ranks, device)
@@ -89,10 +71,7 @@ def worker(rank: int, port: int, folder: str, options: argparse.Namespace) -> No
             part = torch.zeros(elements // options.ranks, dtype=torch.bfloat16, device=device)
             seconds = median_time_s(lambda c=collective, w=whole, p=part: run_once(c, w, p), device, options.repeats)
             found[f"{collective}/{mib:g}_mib"] = (seconds, bus_bytes(collective, 2 * elements, options.ranks))
-    if rank == 0:
-        torch.save(found, Path(folder) / "found")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 def measure(options: argparse.Namespace) -> dict[str, dict]:
@@ -106,14 +85,9 @@ def measure(options: argparse.Namespace) -> dict[str, dict]:
         raise ValueError(f"`ranks` must be at most the {torch.cuda.device_count()} GPUs, but is {options.ranks}")
     if options.ranks < 2:
         raise ValueError(f"`ranks` must be at least 2, but is {options.ranks}")
-    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
-        mp.spawn(worker, (port, folder, options), nprocs=options.ranks, join=True)
-        found = torch.load(Path(folder) / "found", weights_only=True)
+    found = on_ranks(options.ranks, time_collectives, options, on_gpu=options.accelerator == "gpu")
     metrics = {}
-    for name, (seconds, sent) in found.items():
+    for name, (seconds, sent) in found[0].items():
         metrics[f"{name}/time"] = {"value": seconds, "unit": "s"}
         metrics[f"{name}/bus_bandwidth"] = {"value": sent / seconds / 1e9, "unit": "GB/s"}
     return metrics
@@ -132,12 +106,9 @@ def main() -> None:
         metrics = measure(options)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    for name, entry in metrics.items():
-        print(f"{name:<44} {entry['value']:.4g} {entry['unit']}")
-    if options.record is not None:
-        config = {key: value for key, value in vars(options).items() if key != "record"}
-        device = torch.cuda.get_device_name() if options.accelerator == "gpu" else "cpu"
-        write_record(new_record("collective_bandwidth", "run", config, None, metrics, device=device), options.record)
+    config = {key: value for key, value in vars(options).items() if key != "record"}
+    device = torch.cuda.get_device_name() if options.accelerator == "gpu" else "cpu"
+    report(new_record("collective_bandwidth", "run", config, None, metrics, device=device), options.record)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, 
 
 import torch
 
-from analysis.benchmarks.gpu.device import require_device
-from analysis.benchmarks.gpu.timing import median_time_s
-from lmscale.results import new_record, record_argument, write_record
+from analysis.benchmarks.gpu.device import median_time_s, require_device
+from lmscale.results import new_record, record_argument, report
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
 
@@ -23,7 +22,7 @@ FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,po
 def environment(device: torch.device) -> dict:
     """Facts that the record's environment lacks: driver, CUDA libraries and the device's properties."""
     facts = {
-        "nvidia_smi": _nvidia_smi(),
+        "nvidia_smi": nvidia_smi(f"--query-gpu={FIELDS}", "--format=csv"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "has_triton": importlib.util.find_spec("triton") is not None,
@@ -62,11 +61,10 @@ def product_size(text: str) -> tuple[int, int, int]:
     return m, n, k
 
 
-def _nvidia_smi() -> str | None:
+def nvidia_smi(*arguments: str) -> str | None:
+    """What nvidia-smi prints; None where there is none."""
     try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv"], capture_output=True, text=True, timeout=30
-        )
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
@@ -97,10 +95,8 @@ def main() -> None:
     config = {key: value for key, value in vars(options).items() if key != "record"}
     record = new_record("gpu_facts", "run", config, options.seed, metrics, device=name)
     record["environment"] |= environment(device)
-    for key, entry in record["metrics"].items():
-        print(f"{key:<32} {entry['value']:.4g} {entry['unit']}")
     print(record["environment"])
-    write_record(record, options.record)
+    report(record, options.record)
 
 
 if __name__ == "__main__":

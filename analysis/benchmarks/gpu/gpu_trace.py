@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from analysis.benchmarks.config import BenchConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
-from lmscale.results import record_path, write_record
+from lmscale.results import record_path, report
 
 NUM_SHOWN = 25
 
@@ -32,8 +32,6 @@ def trace_step(values: dict) -> None:
     from analysis.benchmarks.gpu.trace import trace
 
     record = trace(config, path.with_name(f"{path.stem}.trace.json.gz"))
-    for name, entry in record["metrics"].items():
-        print(f"{name:<16} {entry['value']:.6g} {entry['unit']}")
     for kernel in record["kernels"][:NUM_SHOWN]:
         print(
             f"{kernel['share']:6.1%} {kernel['calls_per_step']:8.1f} x {1e3 * kernel['s_per_step']:9.3f} ms/step  "
@@ -41,7 +39,7 @@ def trace_step(values: dict) -> None:
         )
     for title in ("syncs", "sync_places", "graph_breaks"):
         print(f"{title}: {record[title]}")
-    write_record(record, Path(config.record))
+    report(record, path)
 
 
 @hydra.main(version_base="1.3", config_path="../../../conf", config_name="bench")

@@ -12,14 +12,15 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
 
 from analysis.benchmarks.gpu.device import require_device
-from lmscale.results import new_record, record_argument, write_record
+from analysis.running import ROOT, run_python
+from lmscale.results import new_record, record_argument, report
 
-ROOT = Path(__file__).resolve().parents[3]
 BOUND = 1e-6  # relative, in fp64: sums in another order, which Adam's division magnifies
 LENGTH, NUM_STEPS = 32, 20
 EXACT = "precision=fp64"
@@ -27,40 +28,21 @@ TABLE = "finetune/example_qqp.tsv"
 TRAIN = [
     *(f"model.max_position_embeddings={LENGTH}", f"data.seq_length={LENGTH}", f"trainer.max_steps={NUM_STEPS}"),
     *("trainer.num_validation_samples=8", "trainer.progress_bar=false", "schedule.warmup_steps=2"),
-    *(
-        "checkpoint.async=true",
-        "checkpoint.save_every_steps=5",
-        "checkpoint.keep_last=null",
-        "logger.tensorboard=false",
-    ),
+    *("checkpoint.async=true", "checkpoint.save_every_steps=5", "checkpoint.keep_last=null"),
+    "logger.tensorboard=false",
 ]
 FINETUNE = ["task=qqp", f"task.train={TABLE}", f"task.validation.dev={TABLE}", f"task.max_seq_length={LENGTH}"]
-FINETUNE += [
-    "trainer.num_epochs=2",
-    "hidden_dropout=0",
-    "attention_dropout=0",
-    "global_batch_size=4",
-    "micro_batch_size=4",
-]
+FINETUNE += ["trainer.num_epochs=2", "hidden_dropout=0", "attention_dropout=0"]
+FINETUNE += ["global_batch_size=4", "micro_batch_size=4"]
 ZERO_SHOT = ["task=wikitext103", "task.path=LICENSE", f"task.window={LENGTH}", "task.stride=16"]
 GENERATE = ["prompt=The ", "temperature=0", "max_new_tokens=16", "stream=false"]
-
-
-def run(script: str, *words: str) -> None:
-    """Run an entry point.
-
-    Raises:
-        RuntimeError: it failed; with its last line.
-    """
-    done = subprocess.run([sys.executable, script, *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with exit code {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
 def run_jobs(folder: Path, device: str) -> dict[str, list[float]]:
     """Every job on one device; returns its numbers."""
     gpt, bert, out = folder / "gpt", folder / "bert", folder / device
     text, where = out / "text.jsonl", f"accelerator={device}"
+    run = partial(run_python, cwd=ROOT)
     run("finetune/run.py", f"ckpt={bert}", *FINETUNE, f"trainer.{where}", EXACT, f"hydra.run.dir={out / 'finetune'}")
     run("src/zero_shot.py", f"ckpt={gpt}", *ZERO_SHOT, where, EXACT, f"hydra.run.dir={out}")
     run("src/generate.py", f"ckpt={gpt}", *GENERATE, where, EXACT, f"out={text}")
@@ -91,24 +73,24 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
         for family in ("gpt", "bert"):
             where = [f"trainer.accelerator={device}", f"hydra.run.dir={folder / family}"]
-            run("src/train.py", f"model={family}_tiny", *TRAIN, *where)
+            run_python("src/train.py", f"model={family}_tiny", *TRAIN, *where, cwd=ROOT)
         found = run_jobs(folder, device)
         shutil.move(folder / device, folder / "device")  # a rehearsal's device is a CPU too
         expected = run_jobs(folder, "cpu")
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     saved = [len(list((folder / family / "checkpoints").glob("step_*.ckpt"))) for family in ("gpt", "bert")]
     gaps = {job: largest_gap(found[job], expected[job]) for job in found}
     metrics = {f"{job}/gap": {"value": gap, "unit": "relative to a CPU"} for job, gap in gaps.items()}
     metrics["background_saves"] = {"value": min(saved), "unit": "checkpoints"}
-    for key, entry in metrics.items():
-        print(f"{key:<32} {entry['value']:.4g} {entry['unit']}")
+    record = new_record("gpu_jobs", "run", {"bound": BOUND}, None, metrics, device=name)
     bad = [job for job, gap in gaps.items() if not gap <= BOUND]
     if bad or min(saved) != NUM_STEPS // 5:
+        report(record)
         print(f"error: these differ by more than {BOUND:g}: {', '.join(bad) or 'none'}; saved {saved}", file=sys.stderr)
         return 1
-    write_record(new_record("gpu_jobs", "run", {"bound": BOUND}, None, metrics, device=name), options.record)
+    report(record, options.record)
     return 0
 
 

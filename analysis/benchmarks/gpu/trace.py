@@ -20,11 +20,7 @@ from lmscale.training.accelerator import resolve_accelerator
 
 from .device import require_device
 
-LAUNCHES = (
-    "cudaLaunchKernel",
-    "cuLaunchKernel",
-    "cudaGraphLaunch",
-)  # prefixes of names; Triton's launches start with cu
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")  # prefixes of names; Triton's start with cu
 SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 HOST_READS = ("aten::_local_scalar_dense", "aten::nonzero")  # the host waits for a value; also recorded on a CPU
 NUM_KERNELS_KEPT = 40

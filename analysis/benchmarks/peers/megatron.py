@@ -60,13 +60,8 @@ class MegatronCore(Contender):
             parallel_state.initialize_model_parallel()
             tensor_parallel.model_parallel_cuda_manual_seed(bench.seed)
             torch.manual_seed(bench.seed)
-            model = GPTModel(
-                sizes,
-                get_gpt_layer_local_spec(),
-                config.padded_vocab_size,
-                config.max_position_embeddings,
-                share_embeddings_and_output_weights=True,
-            )
+            shape = config.padded_vocab_size, config.max_position_embeddings
+            model = GPTModel(sizes, get_gpt_layer_local_spec(), *shape, share_embeddings_and_output_weights=True)
         self.model = model.to(device, dtype).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.lr, weight_decay=0.01, fused=True)
 
@@ -74,9 +69,8 @@ class MegatronCore(Contender):
         self.optimizer.zero_grad()
         tokens, labels = batch["tokens"], batch["labels"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)[
-            None, None
-        ]
+        size = 1, 1, tokens.shape[1], tokens.shape[1]
+        hidden = torch.ones(size, dtype=torch.bool, device=tokens.device).triu(1)
         is_scored = labels != IGNORE_LABEL
         with _no_cuda(self.is_cpu):
             losses = self.model(tokens, positions, hidden, labels=labels.masked_fill(~is_scored, 0))
