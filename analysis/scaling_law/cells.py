@@ -23,7 +23,8 @@ VARIED = {  # keys that may differ between the runs of one study
     "model": ("architecture", *ARM[1:], *SIZE, *SHAPE, *BASES),
     "optimizer": ("lr",),
     "schedule": ("decay_steps", "warmup_steps", "cooldown_steps", "min_lr"),
-    "trainer": ("max_steps", "validate_every_steps", "num_threads", "progress_bar", "stop_after_steps", "profiler"),
+    "trainer": ("max_steps", "validate_every_steps", "max_validation_share", "num_threads", "progress_bar")
+    + ("stop_after_steps", "profiler"),
 }
 
 

@@ -30,7 +30,7 @@ from lmscale.results import new_record, write_record
 NUM_RESAMPLES = 1000
 WITHIN = 1.0  # octaves: a best rate that moves less stays
 UNITS = dict.fromkeys(("shift", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
-UNITS |= dict.fromkeys(("penalty", "sensitivity_sensitivity", "sensitivity_low", "sensitivity_high"), "nats")
+UNITS |= dict.fromkeys(("penalty", "sensitivity_mean", "sensitivity_low", "sensitivity_high"), "nats")
 
 
 def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
@@ -88,7 +88,7 @@ def sensitivity(cells: pd.DataFrame) -> pd.DataFrame:
     A loss above that of a unigram model counts as that.
 
     Returns:
-        indexed by `CONDITION`: `sensitivity`, the mean loss above the lowest mean (nats), over the rates from 1/8 to 8
+        indexed by `CONDITION`: `mean`, the mean loss above the lowest mean (nats), over the rates from 1/8 to 8
         times the best that have run; `low` and `high`, the same of single seeds; `below` and `above`, how far these
         rates reach (octaves).
     """
@@ -102,7 +102,7 @@ def sensitivity(cells: pd.DataFrame) -> pd.DataFrame:
             above_best = (runs["loss"] - means.min())[near.index].groupby(runs["seed"]).mean()
             found[condition] = (above_best.mean(), above_best.min(), above_best.max(), -near.min(), near.max())
     index = pd.MultiIndex.from_tuples(found, names=CONDITION) if found else None
-    return pd.DataFrame(list(found.values()), index, ["sensitivity", "low", "high", "below", "above"])
+    return pd.DataFrame(list(found.values()), index, ["mean", "low", "high", "below", "above"])
 
 
 def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any]]:
@@ -165,8 +165,9 @@ def summarize(runs: dict[str, dict[str, Any]], records: Path) -> dict[str, Any]:
     complete = {group["name"]: run.is_complete(group, records) for group in run.read_groups()}
     metrics = {}
     for table in (transfer(cells), sensitivity(cells).add_prefix("sensitivity_"), study_laws(cells)):
-        for index, row in table.iterrows():
-            name = "_".join(map(str, index))
+        for (family, order, qk_norm, parametrization, *rest), row in table.iterrows():
+            arm = f"{family}_{order}{'_qk' * qk_norm}_{parametrization}"
+            name = f"{arm}_{rest[0]}x{rest[1]}" if len(rest) > 1 else f"{arm}/{rest[0]}"
             metrics |= {f"{name}/{key}": {"value": value, "unit": UNITS.get(key, "1")} for key, value in row.items()}
     metrics["train_time"] = {"value": float(cells["train_time"].sum()), "unit": "s"}
     config = {"tests": decide(cells, complete), "complete": complete, "runs": len(cells)}

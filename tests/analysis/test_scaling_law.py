@@ -162,11 +162,11 @@ def test_sensitivity_is_the_rise_above_the_lowest_mean_with_the_range_over_seeds
     """Parabolas with their lowest loss at 2^-8; those above a unigram model count as that."""
     cells = curve_cells({("standard", 4, 64): -8.0})
     found = decide.sensitivity(cells).iloc[0]
-    assert found["sensitivity"] == pytest.approx(np.mean([0.05 * k**2 for k in range(-3, 4)]), abs=0.02)
-    assert found["low"] < found["sensitivity"] < found["high"] < found["sensitivity"] + 0.05
+    assert found["mean"] == pytest.approx(np.mean([0.05 * k**2 for k in range(-3, 4)]), abs=0.02)
+    assert found["low"] < found["mean"] < found["high"] < found["mean"] + 0.05
     assert (found["below"], found["above"]) == (3.0, 3.0)
     capped = decide.sensitivity(cells.assign(unigram=4.1)).iloc[0]
-    assert capped["sensitivity"] == pytest.approx((0.05 * 2 + 0.1 * 4) / 7, abs=0.02)
+    assert capped["mean"] == pytest.approx((0.05 * 2 + 0.1 * 4) / 7, abs=0.02)
     assert decide.sensitivity(cells[cells["lr"] > 2.0**-8]).empty  # the best is at an end
 
 
