@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece, about: a bucket of torch's DDP holds as many fp32 numbers
-ROW_ELEMENTS = 1024  # at most
+ROW_ELEMENTS = 1024  # per row of the gradient buffer, at most
 ALIGNED = 8  # elements: kernels read 16 bytes at once, of a half type from addresses that are multiples of 16
 LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,192 rows of an eighth of them
 # Each chunk reads and writes the weight's summed gradient, and 1,024 rows are too few tiles for the product that gives
@@ -51,7 +51,7 @@ class BufferPlan(NamedTuple):
 
     Args:
         width: elements of a row, a power of two that divides the rows of all matrices.
-        starts: first element of each parameter.
+        starts: first element of each parameter; padding follows to whole rows, and at the end to whole pieces.
         num_cuts: data ranks that update an equal part of every piece each.
     """
 
@@ -60,11 +60,6 @@ class BufferPlan(NamedTuple):
     num_pieces: int
     piece_size: int
     num_cuts: int
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the buffer, with the padding after each parameter and at the end."""
-        return self.num_pieces * self.piece_size
 
 
 def plan_buffer(sizes: Sequence[int], row_lengths: Iterable[int], num_cuts: int = 1) -> BufferPlan:
@@ -79,6 +74,6 @@ def plan_buffer(sizes: Sequence[int], row_lengths: Iterable[int], num_cuts: int 
     """
     width = math.gcd(ROW_ELEMENTS, *row_lengths)
     unit = max(width, ALIGNED)
-    *ends, total = itertools.accumulate((size + -size % unit for size in reversed(sizes)), initial=0)
+    *starts, total = itertools.accumulate((size + -size % unit for size in reversed(sizes)), initial=0)
     piece_size = -(-total // (-(-total // PIECE_ELEMENTS) * num_cuts * unit)) * num_cuts * unit
-    return BufferPlan(width, tuple(reversed(ends)), -(-total // piece_size), piece_size, num_cuts)
+    return BufferPlan(width, tuple(reversed(starts)), -(-total // piece_size), piece_size, num_cuts)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from collective_trace import trace_step
+from collective_trace import KINDS, trace_step
 from paper_models import paper_model, training
 from sharding import small_config
 
@@ -41,9 +41,6 @@ PAPER = {
     "table 4, 3.9B": ("bert_3.9b", 40, 4, 128),
 }
 SHORT = ["table 2, 8.3B", "table 4, 3.9B"]  # with three of their layers
-
-
-KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
 
 
 def rank_flops(job: Workload, layout: Layout) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from collective_trace import CollectiveRecorder
+from collective_trace import KINDS, CollectiveRecorder
 from ranks import make_context, run_ranks
 from runs import read_rows, read_tensors, run_jobs, tiny_run
 from sharding import random_batch, small_config, total_loss
@@ -28,8 +28,6 @@ from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 from lmscale.training.step.training_module import DTYPES
 
-KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
-
 
 @pytest.mark.parametrize("num_cuts", [1, 2, 3, 7])
 def test_all_data_ranks_update_equally_many_elements_in_whole_rows(monkeypatch, num_cuts) -> None:
@@ -40,7 +38,7 @@ def test_all_data_ranks_update_equally_many_elements_in_whole_rows(monkeypatch, 
     assert all(start % plan.width == 0 for start in plan.starts)
     ends = [start + size for start, size in zip(plan.starts, sizes, strict=True)]
     assert all(end <= start for start, end in zip(plan.starts, ends[1:], strict=False))  # the last is first
-    assert plan.num_elements - plan.piece_size < max(ends) <= plan.num_elements  # no piece is padding alone
+    assert -(-max(ends) // plan.piece_size) == plan.num_pieces  # none is padding alone
     assert max(ends) - sum(sizes) < len(sizes) * plan.width
 
 
