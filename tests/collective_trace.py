@@ -27,6 +27,9 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 
+# The planner's kinds of collectives, as c10d names them.
+KINDS = {"all_reduce": "allreduce_", "all_gather": "_allgather_base_", "reduce_scatter": "_reduce_scatter_base_"}
+KINDS["broadcast"] = "broadcast_"
 # Each collective's name as c10d has it. The group's name is the last argument of a functional collective and of a
 # `SharedMemoryChannel`'s.
 _NAMES = {

@@ -1,15 +1,18 @@
-"""Division of layers into stages, of gradients into pieces for communication, of optimizer state over data ranks (ZeRO
-stage 1), and of the rows of the loss into chunks.
+"""Division of layers into stages, of gradients into pieces for communication and these over data ranks (ZeRO stage 1),
+and of the rows of the loss into chunks.
 
 Plain arithmetic shared by the code that trains and the planner.
 """
 
 import functools
-import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece: a bucket of torch's DDP holds as many fp32 numbers
+PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece, about: a bucket of torch's DDP holds as many fp32 numbers
+ROW_ELEMENTS = 1024  # per row of the gradient buffer, at most
+ALIGNED = 8  # elements: kernels read 16 bytes at once, of a half type from addresses that are multiples of 16
 LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,192 rows of an eighth of them
 # Each chunk reads and writes the weight's summed gradient, and 1,024 rows are too few tiles for the product that gives
 # the gradient of the rows: 48 for the 132 units of an H200 at h 1,536.
@@ -43,27 +46,34 @@ def rows_at_once(num_columns: int, on_gpu: bool) -> int:
     return max(1, (LOGITS_AT_ONCE_ON_GPU if on_gpu else LOGITS_AT_ONCE) // num_columns)
 
 
-def buffer_pieces(num_elements: int) -> list[int]:
-    """Return the number of elements of each piece in which `num_elements` contiguous ones are communicated."""
-    whole, rest = divmod(num_elements, PIECE_ELEMENTS)
-    return [PIECE_ELEMENTS] * whole + [rest] * (rest > 0)
+class BufferPlan(NamedTuple):
+    """Where the parameters are in a rank's gradient buffer, and the equal pieces in which it is communicated.
+
+    Args:
+        width: elements of a row, a power of two that divides the rows of all matrices.
+        starts: first element of each parameter; padding follows to whole rows, and at the end to whole pieces.
+        num_cuts: data ranks that update an equal part of every piece each.
+    """
+
+    width: int
+    starts: tuple[int, ...]
+    num_pieces: int
+    piece_size: int
+    num_cuts: int
 
 
-def assign_owners(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """Assign each parameter to an owner, in order of decreasing size, always to the owner with the fewest elements.
+def plan_buffer(sizes: Sequence[int], row_lengths: Iterable[int], num_cuts: int = 1) -> BufferPlan:
+    """Lay out the gradient buffer: the last parameter first, the order in which the backward pass finishes them.
 
-    Parameters are not split, so that the pieces of a checkpoint equal the tensors of a rank. Up to a few dozen data
-    ranks, a model's largest parameter is smaller than a rank's share.
+    Parameters and the cuts of every piece begin with a row.
 
     Args:
         sizes: elements of each parameter on one tensor rank, in model order.
-
-    Returns:
-        owner of each parameter.
+        row_lengths: of the matrices among them.
+        num_cuts: the data ranks with ZeRO stage 1, else 1.
     """
-    owners = [0] * len(sizes)
-    loads = [(0, owner) for owner in range(num_owners)]  # a heap
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, owners[index] = loads[0]
-        heapq.heapreplace(loads, (load + sizes[index], owners[index]))
-    return owners
+    width = math.gcd(ROW_ELEMENTS, *row_lengths)
+    unit = max(width, ALIGNED)
+    *starts, total = itertools.accumulate((size + -size % unit for size in reversed(sizes)), initial=0)
+    piece_size = -(-total // (-(-total // PIECE_ELEMENTS) * num_cuts * unit)) * num_cuts * unit
+    return BufferPlan(width, tuple(reversed(starts)), -(-total // piece_size), piece_size, num_cuts)

@@ -149,7 +149,8 @@ def bytes_of(kernel: str) -> int:
     sizes = {"fp64": 8, "fp32": 4, "i32": 4, "bf16": 2, "fp16": 2, "i1": 1}
     types = {name: sizes[kind] for name, kind in re.findall(r"'(\w+)': '\*(\w+)'", signature)}
     (element,) = re.findall(r"(x\d+) = xindex$", kernel, re.MULTILINE)
-    accesses = re.findall(rf"tl\.(?:load|store)\((\w+) \+ \({element}\)", kernel)
+    # Where a rank updates parts of several pieces, an index into these is a sum.
+    accesses = re.findall(rf"tl\.(?:load|store)\((\w+) \+ \((?:{element}|x\d+ \+ \d+\*x\d+)\)", kernel)
     return sum(types[name] for name in accesses)
 
 

@@ -51,5 +51,5 @@ def test_the_update_of_all_tensors_is_one_kernel_that_moves_every_byte_once(
     assert len(counters) == 3 and found["bytes"][update] == num_bytes
     assert len(found["cubins"]) == len({call for calls in found["graphs"] for call in calls})
     assert found["compiled_calls"] == {"advance": 1, "adamw": 1}
-    # The norm, 5 numbers of each of 2 groups; with ZeRO-1 also the weights from their owners.
+    # The norm, 5 numbers of each of 2 groups; with ZeRO-1 also the gathering of the weights.
     assert sum(found["eager_launches"].values()) <= 37

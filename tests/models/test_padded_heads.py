@@ -124,7 +124,8 @@ def _train(rank: int, tp_size: int, configs: list[TransformerConfig], variant: t
         assert optimizer.counters.read().num_updates == 3
         shards = {name: param.shard for name, param in model.named_parameters()}
         tensors = {f"weights/{name}": param.detach() for name, param in model.named_parameters()}
-        for key, tensor in (tensors | optimizer.tensors()).items():
+        keys = {f"{kind}/{name}" for kind in optimizer.kinds for name in shards}
+        for key, tensor in (tensors | optimizer.whole_tensors(keys)).items():
             kind, name = key.split("/", 1)
             dummies = dummy_part(tensor, shards[name], context)
             number += dummies.numel()

@@ -76,12 +76,12 @@ def test_float8_reads_what_sequence_parallelism_gathers_once_more(name: str, rec
     assert not any(o.name.endswith(MAGNITUDE) for o in step_operations(half, layout))
 
 
-def test_with_zero1_a_rank_updates_only_its_own_tensors() -> None:
+def test_with_zero1_a_rank_updates_its_part() -> None:
     config = paper_model("gpt_1.2b")
 
     def update(layout: Layout) -> Operation:
         return next(o for o in step_operations(training(config, 4, layout), layout) if o.kind == "optimizer")
 
     whole, cut = update(Layout(tp_size=1, dp_size=8)), update(Layout(tp_size=1, dp_size=8, zero1=True))
-    assert 8 * cut.num_bytes < 1.3 * whole.num_bytes
+    assert whole.num_bytes - 8 * 26 <= 8 * cut.num_bytes <= whole.num_bytes
     assert cut.launches - OPTIMIZER_LAUNCHES < (whole.launches - OPTIMIZER_LAUNCHES) / 4

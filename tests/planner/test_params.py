@@ -7,7 +7,8 @@ from paper_models import SIZES, paper_model
 from lmscale.config import Layout
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.planner.params import count_parameters, rank_parameters
+from lmscale.partition import plan_buffer
+from lmscale.planner.params import count_parameters, rank_buffer, rank_parameters
 
 NATURAL = {  # vocabulary of 50,257 (GPT) or 30,522 (BERT) rows
     "gpt_355m": 354_823_168,
@@ -71,12 +72,13 @@ def test_dummy_heads_are_in_every_rank_and_not_in_the_model(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt_355m", "bert_3.9b"])
 @pytest.mark.parametrize("tp_size, norm_order", [(1, "pre"), (2, "post"), (8, "pre")])
 def test_the_parameters_are_those_of_the_real_module(name: str, tp_size: int, norm_order: str) -> None:
-    """In the model's order before the heads: owners are assigned in it."""
+    """In the model's order, in which the gradient buffer has them."""
     config = paper_model(name, norm_order=norm_order, qk_norm=tp_size > 1)
     with torch.device("meta"):
         model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)
     real = [(param.numel(), not param.shard.replicated) for param in model.parameters()]
     planned = [(size, is_sharded) for _, size, is_sharded in rank_parameters(config, Layout(tp_size=tp_size))]
-    num_outside_heads = len(planned) - len(config.traits.head.parameters(1, 1))
-    assert real[:num_outside_heads] == planned[:num_outside_heads]
-    assert sorted(real) == sorted(planned)
+    assert real == planned
+    parameters, layout = list(model.parameters()), Layout(tp_size=tp_size)
+    row_lengths = {param.shape[-1] for param in parameters if param.ndim > 1}
+    assert rank_buffer(config, layout) == plan_buffer([param.numel() for param in parameters], row_lengths)

@@ -15,7 +15,9 @@ from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+from lmscale.planner import communication
 from lmscale.planner.communication import step_collectives
+from lmscale.planner.params import rank_buffer
 from lmscale.planner.workload import Workload
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
@@ -42,10 +44,10 @@ class Timeline:
     def __exit__(self, *error: object) -> None:
         gradient_buffer.begin_sum_over_data_ranks = self._begin
 
-    def _note(self, values: torch.Tensor, context: ParallelContext, owner: int | None) -> dist.Work:
+    def _note(self, values: torch.Tensor, context: ParallelContext) -> dist.Work:
         self.events.append("piece")
-        self.sent["all_reduce" if owner is None else "reduce", values.numel() * values.element_size()] += 1
-        return self._begin(values, context, owner)
+        self.sent["reduce_scatter" if context.zero1 else "all_reduce", values.numel() * values.element_size()] += 1
+        return self._begin(values, context)
 
 
 def train(
@@ -96,8 +98,13 @@ NUM_PARAMETERS, LENGTH = 6, 40
 
 
 def _sum_toys(rank: int, plain: ParallelContext) -> dict:
-    """Six parameters; each rank uses some of them in its own order. A piece is half a parameter."""
-    partition.PIECE_ELEMENTS = LENGTH // 2
+    """Six parameters; each rank uses some of them in its own order. A piece is half a parameter; ZeRO-1 cuts it in two.
+
+    Returns:
+        by case the parameters in the order of their gradients, and of each part the parameter, the number of elements
+        and the different sums in it.
+    """
+    partition.PIECE_ELEMENTS = LENGTH * 8 // 2
     forward, results = list(range(NUM_PARAMETERS)), {}
     cases = {
         "in opposite orders": (forward, forward[::-1]),
@@ -105,8 +112,10 @@ def _sum_toys(rank: int, plain: ParallelContext) -> dict:
         "none": ([], forward),
     }
     for zero1 in (False, True):
-        parameters = [nn.Parameter(torch.ones(LENGTH, dtype=torch.bfloat16)) for _ in forward]
-        buffer = GradientBuffer(parameters, dataclasses.replace(plain, zero1=zero1))
+        parameters = [nn.Parameter(torch.ones(LENGTH, 8, dtype=torch.bfloat16)) for _ in forward]
+        buffer = GradientBuffer(
+            dict(zip(map(str, forward), parameters, strict=True)), dataclasses.replace(plain, zero1=zero1)
+        )
         came: list[int] = []
         for index, param in enumerate(parameters):
             param.register_post_accumulate_grad_hook(lambda _, came=came, index=index: came.append(index))
@@ -117,9 +126,11 @@ def _sum_toys(rank: int, plain: ParallelContext) -> dict:
             if used[rank]:
                 sum((rank + 1) * (index + 1) * parameters[index].sum() for index in used[rank]).backward()
             buffer.reduce()
-            mine = [i for i in forward if buffer.owners is None or buffer.owners[i] == rank]
-            sums = {index: buffer.views[index].unique().tolist() for index in mine}
-            results[zero1, name] = list(came), sums
+            parts = zip(buffer.parts, buffer.part_views(buffer.own(buffer.flat)), strict=True)
+            results[zero1, name] = (
+                list(came),
+                [(int(part.name), x.numel(), x.unique().tolist()) for part, x in parts],
+            )
     return results
 
 
@@ -166,6 +177,7 @@ def test_pieces_are_sent_before_the_first_layers_backward_pass_and_only_in_the_l
 @RUNS
 def test_the_pieces_match_the_planner(by_rank, monkeypatch, architecture, kind) -> None:
     monkeypatch.setattr(partition, "PIECE_ELEMENTS", PIECE)
+    monkeypatch.setattr(communication, "rank_buffer", rank_buffer.__wrapped__)  # not one of pieces of another size
     dtype, zero1 = kind
     sent = by_rank[0][0][architecture, dtype, zero1][1]
     job = Workload(small_config(architecture), 5, 20, 13, dtype, on_gpu=False)
@@ -183,15 +195,16 @@ def test_ranks_with_gradients_in_different_order_or_missing_sum_the_same_pieces(
         assert len(ranks[0][zero1, "but one"][0]) == NUM_PARAMETERS - 1
         for name, missing in {"in opposite orders": [], "but one": [3], "none": range(NUM_PARAMETERS)}.items():
             for found in ranks:
-                for index, sums in found[zero1, name][1].items():
+                parts = found[zero1, name][1]
+                assert Counter(i for i, *_ in parts) == dict.fromkeys(range(NUM_PARAMETERS), 2 if zero1 else 1)
+                assert sum(size for _, size, _ in parts) == NUM_PARAMETERS * LENGTH * 8 // (2 if zero1 else 1)
+                for index, _, sums in parts:
                     assert sums == [(2.0 if index in missing else 3.0) * (index + 1)], (zero1, name, index)
-        held = sorted(index for found in ranks for index in found[zero1, "none"][1])
-        assert held == sorted(list(range(NUM_PARAMETERS)) * (1 if zero1 else 2))
 
 
 def test_a_backward_pass_after_the_last_one_raises() -> None:
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    buffer = GradientBuffer([param], ParallelContext())
+    buffer = GradientBuffer({"w": param}, ParallelContext())
     for _ in range(2):  # one is allowed per step
         buffer.start_grad_sync()
         param.sum().backward()

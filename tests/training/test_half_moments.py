@@ -91,19 +91,21 @@ def test_a_shard_rounds_as_its_part_of_the_whole_tensor(shape, dim) -> None:
         assert torch.equal(moments_after_two_updates(part, slope.contiguous(), rank), expected[rank])
 
 
-@pytest.mark.parametrize("rows", [1, 7, 300])  # shorter than a block, of whole blocks, with a rest
+@pytest.mark.parametrize("rows", [1, 3, 7, 300])  # of a piece: several make a block, one does, several blocks
 def test_blocks_of_rows_are_updated_as_the_whole_matrix(monkeypatch, rows) -> None:
     monkeypatch.setattr(adamw_module, "BLOCK_ELEMENTS", 7 * 40)
     generator = torch.Generator().manual_seed(0)
-    updates, groups = [], torch.arange(rows, dtype=torch.int32) % 2
+    updates, groups = [], torch.arange(3 * rows, dtype=torch.int32).view(3, rows) % 2
     rates = torch.tensor([RATES, RATES[::-1]])
     for update in (adamw_of_groups, adamw_in_blocks):
         generator.manual_seed(rows)
-        param = parameter(rows, 40)
+        param = parameter(3 * rows, 40)
+        place = place_of("w", param, 3, 40).view(2, 3, rows)
+        param = param.view(3, rows, 40)
         state = [torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(3)]
-        table = {"rates": rates, "groups": groups, "place": place_of("w", param, 3, 40)}
         for number in (1, 2):
-            gradient = torch.randn(rows, 40, generator=generator)
+            gradient = torch.randn(3, rows, 40, generator=generator)
+            table = {"rates": rates, "groups": groups, "place": place}
             update(state[0], param, gradient, *state[1:], step=step_number(number), **table)
         updates.append([param, *state])
     assert all(torch.equal(whole, blocks) for whole, blocks in zip(*updates, strict=True))

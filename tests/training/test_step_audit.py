@@ -12,7 +12,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from collective_trace import CollectiveRecorder
+from collective_trace import KINDS, CollectiveRecorder
 from ranks import run_ranks
 from runs import _train_all, tiny_run
 
@@ -35,13 +35,6 @@ GRIDS = {  # of four
     "grid, sequence, zero1": {"tp_size": 2, "dp_size": 2, "sequence_parallel": True, "zero1": True},
     "stages, sequence": {"tp_size": 2, "pp_size": 2, "sequence_parallel": True},
     "stages, data, zero1": {"pp_size": 2, "dp_size": 2, "zero1": True},
-}
-KINDS = {
-    "allreduce_": "all_reduce",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "_allgather_base_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
 }
 NUMBER = 8  # bytes
 # Besides the planner's: whether a rank wants to stop or a timed checkpoint is due, two votes; over the data group the
@@ -105,11 +98,12 @@ def _audit(rank: int, jobs: list[ResolvedRun], planted: int | None) -> list[dict
         with recorder:
             code = train(job)
         phases: dict[str, Counter] = {}
+        kinds = {name: kind for kind, name in KINDS.items()}
         for c in recorder.collectives:
             group = name_of_world(job) if c.group == "world" else c.group
             if c.kind == "recv_":  # its other end counts
                 continue
-            phases.setdefault(c.phase, Counter())[KINDS.get(c.kind, c.kind), group, c.num_bytes] += 1
+            phases.setdefault(c.phase, Counter())[kinds.get(c.kind, c.kind), group, c.num_bytes] += 1
         found.append(phases)
         return code
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from torch import Tensor
@@ -41,7 +42,6 @@ def divide_tensors(
     tp_size: int,
     dp_rank: int = 0,
     dp_size: int = 1,
-    owners: Mapping[str, int | None] | None = None,
     padding: Mapping[str, int] | None = None,
     pp_rank: int = 0,
     pp_size: int = 1,
@@ -53,21 +53,18 @@ def divide_tensors(
 
     Args:
         entries: every tensor of this rank's stage by key, equal on all its ranks; pieces are ignored.
-        owners: by key, the only data rank that holds a tensor, or None if all do; None if all hold all tensors.
         padding: by parameter name, what the shards hold after the last index (`padding_of`); it is not written.
     """
     load = [[0] * tp_size for _ in range(dp_size)]
     places: dict[str, tuple[int, int]] = {}
     for key, entry in sorted(entries.items(), key=lambda item: (-item[1].num_bytes, item[0])):
-        owner = owners.get(key) if owners else None
-        data_ranks = range(dp_size) if owner is None else (owner,)
         if entry.shard_dim is None:
-            d, t = min(((d, t) for d in data_ranks for t in range(tp_size)), key=lambda at: load[at[0]][at[1]])
+            d, t = min(product(range(dp_size), range(tp_size)), key=lambda at: load[at[0]][at[1]])
             load[d][t] += entry.num_bytes
             if (d, t) == (dp_rank, tp_rank):
                 places[key] = (0, 1)
         else:
-            d = min(data_ranks, key=lambda d: max(load[d]))
+            d = min(range(dp_size), key=lambda d: max(load[d]))
             load[d] = [bytes_so_far + entry.num_bytes // tp_size for bytes_so_far in load[d]]
             if d == dp_rank:
                 size = entry.shape[entry.shard_dim]
@@ -105,15 +102,17 @@ class CheckpointWriter:
         share: Share,
         in_background: bool = False,
         on_complete: Callable[[Path], None] | None = None,
+        are_copies: bool = False,
     ) -> None:
         """Start saving; `finish` must be called before the next save.
 
         Args:
             path: the checkpoint's directory, on a file system shared by all ranks.
-            tensors: this rank's shard of every tensor by key. In background mode, those of its share are copied to host
-                memory (`HostCopies`); the tensors may be modified as soon as this returns.
+            tensors: this rank's shard of every tensor of its share by key. In background mode they are copied to host
+                memory (`HostCopies`), so that they may be modified as soon as this returns.
             metadata: tensor entries without pieces, and no files; only rank 0's is used.
             on_complete: called on rank 0, in the saving thread, after the directory has been renamed.
+            are_copies: nobody else will modify the tensors, so they are not copied.
         """
         assert self._thread is None
         self._error = None
@@ -126,7 +125,7 @@ class CheckpointWriter:
         if not in_background:
             self._save(path, mine, metadata, share, on_complete)
             return
-        arguments = (path, self._copies.copy(mine), metadata, share, on_complete)
+        arguments = (path, mine if are_copies else self._copies.copy(mine), metadata, share, on_complete)
         self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 

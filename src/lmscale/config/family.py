@@ -44,8 +44,7 @@ class HeadSizes:
     """The heads besides the output projection, for the planner.
 
     Args:
-        parameters: of (h, v): part, elements and whether the tensor is sharded, of each parameter in the order in which
-            the backward pass finishes their gradients.
+        parameters: of (h, v): part, elements and whether the tensor is sharded, of each parameter in the model's order.
         multiply_adds: of h: those of the dense layers per scored token and per sequence, in one forward pass.
         num_tensors, num_norms: tensors [m, h] kept for the backward pass of m scored tokens, and LayerNorms over them.
     """

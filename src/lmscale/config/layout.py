@@ -21,8 +21,8 @@ class LayoutOptions(Checked):
     Args:
         sequence_parallel: tensor ranks share the work outside the parallel region too, each on its own tokens
             (Korthikanti et al. 2022).
-        zero1: each data rank keeps the optimizer state of only its own parameters (ZeRO stage 1, Rajbhandari et al.
-            2020).
+        zero1: each data rank keeps the optimizer state of an equal part of the parameters (ZeRO stage 1, Rajbhandari et
+            al. 2020).
         batch_halves: compiled layers compute one half of a micro-batch while the other half's messages travel (Wang et
             al. 2024).
         pad_heads: allow a `tp_size` that does not divide the heads: dummy heads of zeros change no result and are in no

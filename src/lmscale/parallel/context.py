@@ -27,7 +27,7 @@ class ParallelContext:
         tp_communicator: performs the collectives of the tensor group (`choose_communicator`); by default through
             `tp_group`, or nothing for one rank.
         sequence_parallel: outside the parallel region the tokens are cut over the tensor ranks; needs tp_size > 1.
-        zero1: each data rank holds the optimizer state of only the parameters it owns; needs dp_size > 1.
+        zero1: each data rank holds the optimizer state of an equal part of the parameters; needs dp_size > 1.
         batch_halves: layers compute attention and MLP on one half of the samples after the other; needs tp_size > 1.
         pad_heads: a tp_size that does not divide the attention heads is allowed, see `ShardSpec.padding`.
 

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .context import ParallelContext
-from .data_collectives import broadcast_from_data_ranks, sum_over_data_ranks
+from .data_collectives import sum_over_data_ranks
 from .pipeline import sum_over_stages
 
 
@@ -34,7 +35,7 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
 
     Communicates:
         one all-reduce of all such gradients over the tensor group; if some are partial, and without `context.zero1`,
-        which gives each to one data rank, also a broadcast of them over the data group. Nothing if there are none.
+        where no two data ranks hold the same, also a broadcast of them over the data group. Nothing if there are none.
 
     Source: Korthikanti et al. 2022, section 4.2.2, for the partial ones.
     """
@@ -44,7 +45,7 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
     own = [p.grad if p.shard.grad_is_partial or context.tp_rank == 0 else torch.zeros_like(p.grad) for p in replicated]
     total = context.tp_communicator.all_reduce(torch.cat([grad.flatten() for grad in own]))
     if any(p.shard.grad_is_partial for p in replicated) and context.dp_size > 1 and not context.zero1:
-        broadcast_from_data_ranks([total], context)
+        dist.broadcast(total, group=context.dp_group, group_src=0)
     parts = total.split([p.numel() for p in replicated])
     torch._foreach_copy_([p.grad for p in replicated], [x.view_as(p) for x, p in zip(parts, replicated, strict=True)])
 
@@ -59,8 +60,8 @@ def global_gradient_norm(
     they had. No host synchronization.
 
     Args:
-        parameters: with `.shard` and, where they were used, `.grad`; with `context.zero1` only the parameters that this
-            data rank owns, possibly none.
+        parameters: with `.shard` and, where they were used, `.grad`; with `context.zero1` only this data rank's parts
+            of them.
         device: of the gradients.
 
     Communicates:

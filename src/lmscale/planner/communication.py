@@ -4,13 +4,12 @@ Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank,
 """
 
 import dataclasses
-from collections import Counter
 from dataclasses import dataclass
 
 from ..config import Layout, Recompute, TransformerConfig
-from ..partition import buffer_pieces, rows_at_once
+from ..partition import rows_at_once
 from .flops import num_recomputed_whole
-from .params import copied_parameters, owned_parameters, rank_parameters, stage_placements
+from .params import copied_parameters, rank_buffer, rank_parameters, stage_placements
 from .workload import Workload
 
 OUTPUTS, INPUTS, INPUTS_AGAIN = (f"attention and MLP {what}" for what in ("outputs", "inputs", "inputs, again"))
@@ -42,7 +41,7 @@ class Collective:
 
     Args:
         what: what is sent.
-        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `reduce`, `broadcast` or `send`.
+        kind: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast` or `send`.
         group: `tensor`, `pipeline` or `data`.
         phase: `forward`, `backward` (with the recomputation), `gradients` or `optimizer`.
         count: how often per micro-batch or step, see the function that returns it.
@@ -124,26 +123,31 @@ def micro_batch_collectives(job: Workload, layout: Layout, stage: int = 0) -> li
 def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, stage: int = 0) -> list[Collective]:
     """Messages of one rank of a stage in one optimizer step.
 
-    Those of every micro-batch; the gradients over the data group in `buffer_pieces`, 4 N bytes for half types (added
-    in fp32) and N e for others, or with ZeRO stage 1 to their owners, each owner's in pieces, who send the weights
-    back; the gradients of the `replicated_parameters` over the tensor group, and where some are partial (sequence
-    parallelism, `qk_norm`) and without ZeRO also over the data group; the gradient norm over the tensor group and the
-    stages; the tied word embedding, whose gradient the last stage sends to the first, which sends the weight back. Left
-    out: the few numbers of loss terms and counts, of the watchdog and of the replica check.
+    Those of every micro-batch; the pieces of the gradient buffer (`plan_buffer`) over the data group, 4 N bytes for
+    half types (added in fp32) and N e for others, and with ZeRO stage 1 those of the updated weights; the gradients of
+    the `replicated_parameters` over the tensor group, and where some are partial (sequence parallelism, `qk_norm`) and
+    without ZeRO also over the data group; the gradient norm over the tensor group and the stages; the tied word
+    embedding, whose gradient the last stage sends to the first, which sends the weight back. Left out: the few numbers
+    of loss terms and counts, of the watchdog and of the replica check.
 
     Args:
-        dp_rank: of the rank; with ZeRO stage 1 data ranks own different parameters. None: the one that sends most.
+        dp_rank: of the rank; with ZeRO stage 1 data ranks update different parameters. None: the one that sends most.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
     """
     number = job.num_micro_batches(layout)
     found = [dataclasses.replace(c, count=c.count * number) for c in micro_batch_collectives(job, layout, stage)]
-    if layout.cuts_optimizer:
-        found += _to_owners_and_back(job, layout, stage)
-    elif layout.dp_size > 1:
-        pieces = Counter(buffer_pieces(sum(each.size for each in rank_parameters(job.config, layout, stage))))
-        found += _equal("gradients", "all_reduce", "gradients", pieces, job.wide_bytes)
+    if layout.dp_size > 1:
+        buffer = rank_buffer(job.config, layout, stage)
+        kind, num_bytes = (
+            "reduce_scatter" if layout.cuts_optimizer else "all_reduce",
+            buffer.piece_size * job.wide_bytes,
+        )
+        found.append(Collective("gradients", kind, "data", "gradients", buffer.num_pieces, num_bytes))
+        if layout.cuts_optimizer:
+            num_bytes = buffer.piece_size * job.weight_bytes
+            found.append(Collective("weights", "all_gather", "data", "optimizer", buffer.num_pieces, num_bytes))
     by_rank = replicated_parameters(job.config, layout, stage) if layout.tp_size > 1 else [0] * layout.dp_size
     replicated = (max(by_rank) if dp_rank is None else by_rank[dp_rank]) * job.wide_bytes
     if replicated:
@@ -164,30 +168,18 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, 
     return found
 
 
-def _to_owners_and_back(job: Workload, layout: Layout, stage: int) -> list[Collective]:
-    """ZeRO stage 1: gradients to their owners, in fp32 at least and in pieces; weights from each owner, at once."""
-    parts = [sum(each.size for each in owned) for owned in owned_parameters(job.config, layout, stage) if owned]
-    pieces = Counter(piece for part in parts for piece in buffer_pieces(part))
-    return [
-        *_equal("gradients to their owners", "reduce", "gradients", pieces, job.wide_bytes),
-        *_equal("weights from their owners", "broadcast", "optimizer", Counter(parts), job.weight_bytes),
-    ]
-
-
-def _equal(what: str, kind: str, phase: str, sizes: Counter, num_bytes: int) -> list[Collective]:
-    """Collectives over the data group, of equal sizes together; `num_bytes` per element."""
-    return [Collective(what, kind, "data", phase, count, size * num_bytes) for size, count in sizes.items()]
-
-
 def replicated_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> list[int]:
-    """Parameters of each data rank's update that every tensor rank holds whole.
+    """Parameters that every tensor rank holds whole.
 
     Per layer the LayerNorms and two row biases; outside the layers the LayerNorms, the position and type embeddings,
     and what the heads do not shard.
 
     Returns:
-        by data rank the number of elements: of all, with ZeRO stage 1 of those that it owns.
+        by data rank the number of elements: of all, with ZeRO stage 1 of those that it updates.
     """
-    owned = owned_parameters(config, layout, stage)
-    found = [sum(each.size for each in parameters if not each.is_sharded) for parameters in owned]
+    buffer = rank_buffer(config, layout, stage)
+    cut, found = buffer.piece_size // buffer.num_cuts, [0] * buffer.num_cuts
+    for each, start in zip(rank_parameters(config, layout, stage), buffer.starts, strict=True):
+        for first in () if each.is_sharded else range(start // cut * cut, start + each.size, cut):
+            found[first // cut % buffer.num_cuts] += min(start + each.size, first + cut) - max(start, first)
     return found if layout.cuts_optimizer else found * layout.dp_size

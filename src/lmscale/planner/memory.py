@@ -2,15 +2,14 @@
 
 Legend: b micro-batch, s sequence, h hidden, f MLP width, n heads, v padded vocabulary, L layers, p tensor ranks, N
 parameters of the rank, e bytes of a weight. Left out: the framework and its device context, fragmentation,
-temporaries of single kernels.
+temporaries of single kernels, the padding of the gradient buffer.
 """
 
-import dataclasses
 from dataclasses import dataclass
 
 from ..config import Layout, Recompute
 from ..partition import UPDATED_AT_ONCE_ON_GPU, rows_at_once
-from .params import copied_parameters, distinct_stages, owned_parameters, rank_sizes
+from .params import copied_parameters, distinct_stages, rank_parameters
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 GIB = 2**30
@@ -117,9 +116,10 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     Source: Korthikanti et al. 2022, section 4.1, for the shape of the formula; the terms are those of this code.
     """
     config, e, h, own = job.config, job.weight_bytes, job.config.hidden_size, job.own_tokens(layout)
-    sizes, is_half = rank_sizes(config, layout, stage), e < FP32_BYTES
-    is_first, is_last = stage == 0, stage == layout.pp_size - 1
-    num_parameters = sizes.total + copied_parameters(config, layout, stage)
+    is_first, is_last, is_half = stage == 0, stage == layout.pp_size - 1, e < FP32_BYTES
+    num_parameters = sum(each.size for each in rank_parameters(config, layout, stage))
+    num_updated = -(-num_parameters // (layout.dp_size if layout.cuts_optimizer else 1))
+    num_parameters += copied_parameters(config, layout, stage)
     layer, input_bytes = _layer_bytes(job, layout), own * h * e
     mask = own * h if is_first and config.input_dropout > 0 else 0
     placement, head, num_scored = config.placement, config.traits.head, job.num_scored if is_last else 0
@@ -141,11 +141,11 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     has_buffer = job.has_buffer(layout)
     has_copy = has_buffer or not is_first  # the last stage of several has a buffer for the copy
     is_widened = job.half_moments and job.on_gpu and not job.compiles
-    widened = min(sizes.most_owned, UPDATED_AT_ONCE_ON_GPU) if is_widened else 0
+    widened = min(num_updated, UPDATED_AT_ONCE_ON_GPU) if is_widened else 0
     return MemoryEstimate(
         weights=num_parameters * e,
         gradients=gradients,
-        optimizer_state=sizes.most_owned * (2 * moment + (FP32_BYTES if is_half else 0)),
+        optimizer_state=num_updated * (2 * moment + (FP32_BYTES if is_half else 0)),
         activations=num_kept * (around + len(config.stages(layout.pp_size)[stage]) * kept),
         logits=_loss_bytes(job, layout) if is_last else 0,
         recomputed_layer=recomputed,
@@ -226,15 +226,16 @@ def _in_flight_bytes(job: Workload, layout: Layout) -> int:
 
 
 def checkpoint_bytes(job: Workload, layout: Layout) -> int:
-    """Bytes of a checkpoint that one rank writes, at most: its weights, in fp32 at least, and their moments.
+    """Bytes of a checkpoint that one rank writes, about: its weights, in fp32 at least, and their moments.
 
-    With `checkpoint.async` the rank holds them in host memory. Left out: tensors that all tensor ranks have are written
-    by one of them, a fraction of a per cent.
+    With `checkpoint.async`, and with ZeRO stage 1, the rank holds them in host memory. Left out: tensors that all
+    tensor ranks have are written by one of them, a fraction of a per cent.
     """
-    divided = dataclasses.replace(layout, zero1=True)
-    owned = [owner for stage in range(layout.pp_size) for owner in owned_parameters(job.config, divided, stage)]
-    moment = HALF_BYTES if job.half_moments else job.wide_bytes
-    return max(sum(each.size for each in owner) for owner in owned) * (job.wide_bytes + 2 * moment)
+    moment, found = HALF_BYTES if job.half_moments else job.wide_bytes, []
+    for stage in range(layout.pp_size):
+        sizes = [each.size for each in rank_parameters(job.config, layout, stage)]
+        found += [sum(sizes) * (job.wide_bytes + 2 * moment) // layout.dp_size, max(sizes) * job.wide_bytes]
+    return max(found)
 
 
 def usable_bytes(memory_bytes: int, on_gpu: bool, num_ranks: int = 1) -> int:

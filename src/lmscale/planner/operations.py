@@ -14,7 +14,7 @@ from ..config import Layout, Recompute
 from ..partition import rows_at_once
 from .layer_operations import LayerCounts
 from .operation import Operation, product, times
-from .params import owned_parameters, rank_parameters, stage_placements
+from .params import rank_buffer, rank_parameters, stage_placements
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 OPTIMIZER_LAUNCHES = 38  # of the norm, the counters, the groups' rates and the update
@@ -130,12 +130,12 @@ def _update(job: Workload, layout: Layout, stage: int) -> list[Operation]:
         found.append(dataclasses.replace(added, read=n * e))  # the first micro-batch is copied, the others are added
         if num_added:
             found.append(times(num_added, added))
-    owned = max(sum(each.size for each in own) for own in owned_parameters(job.config, layout, stage))
+    n //= rank_buffer(job.config, layout, stage).num_cuts
     # Per parameter the norm reads the gradient; one kernel reads gradient, master and moments, and writes master,
     # moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`). Without a buffer torch's kernel
     # does, after the gradient was clipped in place.
     clips = 0 if job.has_buffer(layout) else wide
     moments = 2 * (HALF_BYTES if job.half_moments else wide)
     read, written = 3 * wide + moments + clips, wide + moments + clips + (e if e < FP32_BYTES else 0)
-    launches = OPTIMIZER_LAUNCHES + -(-owned // ELEMENTS_PER_LAUNCH)
-    return [*found, Operation("AdamW", "optimizer", owned * read, owned * written, launches)]
+    launches = OPTIMIZER_LAUNCHES + -(-n // ELEMENTS_PER_LAUNCH)
+    return [*found, Operation("AdamW", "optimizer", n * read, n * written, launches)]

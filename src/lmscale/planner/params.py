@@ -1,13 +1,12 @@
-"""The parameters of a model and of one rank: their sizes, which tensor ranks share them, which data rank owns them."""
+"""The parameters of a model and of one rank: their sizes, which tensor ranks share them, and the gradient buffer."""
 
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..config import Layout, TransformerConfig
-from ..partition import assign_owners
+from ..partition import BufferPlan, plan_buffer
 
 _WHOLE_MODEL = Layout()
 _recent = lru_cache(maxsize=64)  # every count of a plan asks for its parameters
@@ -52,7 +51,7 @@ class ParameterCount:
 
 @_recent
 def rank_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> tuple[Parameter, ...]:
-    """Every parameter that a rank owns, in the model's order, except that the order within the heads is another.
+    """Every parameter that a rank owns, in the model's order.
 
     Of several stages the first has the embeddings and the last what follows the layers. The copy of the word embedding
     in the last is left out (`copied_parameters`).
@@ -138,37 +137,8 @@ def count_parameters(config: TransformerConfig, layout: Layout = _WHOLE_MODEL) -
 
 
 @_recent
-def owned_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> tuple[tuple[Parameter, ...], ...]:
-    """By owner the parameters whose optimizer state it has: data ranks with ZeRO stage 1, else one for all of them."""
-    parameters = rank_parameters(config, layout, stage)
-    if not layout.cuts_optimizer:
-        return (parameters,)
-    owned = [[] for _ in range(layout.dp_size)]
-    owners = assign_owners([each.size for each in parameters], layout.dp_size)
-    for owner, parameter in zip(owners, parameters, strict=True):
-        owned[owner].append(parameter)
-    return tuple(map(tuple, owned))
-
-
-class RankSizes(NamedTuple):
-    """Elements of a rank's parameters.
-
-    Args:
-        total: of those it owns.
-        most_owned: whose optimizer state a data rank has, at most.
-    """
-
-    total: int
-    most_owned: int
-
-
-def rank_sizes(config: TransformerConfig, layout: Layout, stage: int = 0) -> RankSizes:
-    """Sums over `rank_parameters` and `owned_parameters`, which a search needs for thousands of layouts."""
-    return _rank_sizes(config, layout if layout.cuts_optimizer else dataclasses.replace(layout, dp_size=1), stage)
-
-
-@lru_cache(maxsize=4096)  # of two numbers each
-def _rank_sizes(config: TransformerConfig, layout: Layout, stage: int) -> RankSizes:
-    sizes = [each.size for each in rank_parameters(config, layout, stage)]
-    owned = owned_parameters(config, layout, stage)
-    return RankSizes(sum(sizes), max(sum(each.size for each in owner) for owner in owned))
+def rank_buffer(config: TransformerConfig, layout: Layout, stage: int = 0) -> BufferPlan:
+    """The gradient buffer of `rank_parameters`."""
+    p, sizes = layout.tp_size, [each.size for each in rank_parameters(config, layout, stage)]
+    row_lengths = config.hidden_size, config.padded_width(p) // p, config.ffn_size // p
+    return plan_buffer(sizes, row_lengths, layout.dp_size if layout.cuts_optimizer else 1)

@@ -70,7 +70,7 @@ class StepTime:
         tensor: messages of the tensor group, as far as nothing hides them.
         pipeline: messages between stages.
         idle: waiting for other stages, p - 1 of m + p - 1 micro-batches.
-        data: messages of the data group: the sum of the gradients, with ZeRO stage 1 also the broadcast of weights.
+        data: messages of the data group: the sum of the gradients, with ZeRO stage 1 also the weights.
         optimizer: AdamW.
         host: waiting for the host, which launches the kernels; on a GPU.
         host_hidden: the rest of the host's time, behind the device's; no part of `total`.

@@ -5,7 +5,7 @@ from lmscale.models.bert.family import FAMILY as BERT
 
 
 def _parameters(h: int, v: int) -> list[tuple[str, int, bool]]:
-    return [("masked-LM head", v, True), *(("masked-LM head", size, False) for size in (h, h, h, h * h))]
+    return [("masked-LM head", v, True), *(("masked-LM head", size, False) for size in (h * h, h, h, h))]
 
 
 FAMILY = Family(

@@ -6,9 +6,9 @@ MASKED_SHARE = 0.15  # of the tokens, at most (Devlin et al. 2018)
 
 
 def _parameters(h: int, v: int) -> list[tuple[str, int, bool]]:
-    sizes = [("masked-LM head", v, True), *(("masked-LM head", size, False) for size in (h, h, h, h * h))]
-    sizes += [("sentence-order head", 2, False), ("sentence-order head", 2 * h, False)]
-    return sizes + [("pooler", h, False), ("pooler", h * h, False)]
+    sizes = [("pooler", h * h, False), ("pooler", h, False), ("masked-LM head", v, True)]
+    sizes += [("masked-LM head", size, False) for size in (h * h, h, h, h)]
+    return sizes + [("sentence-order head", 2 * h, False), ("sentence-order head", 2, False)]
 
 
 FAMILY = Family(

@@ -44,7 +44,7 @@ class ReplicaSentinel(L.Callback):
 
     def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         context, optimizer = pl_module.parallel, trainer.optimizers[0]
-        specs = {name: param.shard for name, param in pl_module.model.named_parameters()}
+        specs = {name: master.shard for name, master in zip(optimizer.names, optimizer.masters, strict=True)}
         everything = {key: (tensor, specs[key.split("/", 1)[1]]) for key, tensor in optimizer.tensors().items()}
         weights = {name: (param, param.shard) for name, param in pl_module.model.named_parameters()}
         if optimizer.holds_masters or context.zero1:

@@ -140,26 +140,24 @@ class ShardedCheckpointStrategy(DDPStrategy):
             on_complete: called on rank 0, in the saving thread, when the checkpoint is complete.
         """
         optimizer = self.optimizers[0]
-        saved = optimizer.state_dict()
-        kinds = optimizer.dtypes if saved["counters"]["num_updates"] else {"model": optimizer.dtypes["model"]}
-        metadata, share = self._describe(kinds, optimizer.owners, saved["counters"], run, state)
-        self.writer.begin(path, saved["tensors"], metadata, share, in_background, on_complete)
+        metadata, share = self._describe(optimizer.kinds, optimizer.state_dict(), run, state)
+        tensors = optimizer.whole_tensors(share.places)
+        self.writer.begin(path, tensors, metadata, share, in_background, on_complete, self.parallel.zero1)
 
     def _describe(
         self,
         kinds: dict[str, torch.dtype],
-        owners: dict[str, int] | None,
         counters: dict[str, Any],
         run: dict[str, Any],
         state: dict[str, Any],
     ) -> tuple[CheckpointMetadata, list]:
         """The metadata of a checkpoint with these kinds of tensors, and the part that this rank writes."""
         module, context = self.lightning_module, self.parallel
-        entries, owner_of = {}, {}
-        for name, param in self._own_parameters():
-            for kind, dtype in kinds.items():
-                entries[f"{kind}/{name}"] = TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
-                owner_of[f"{kind}/{name}"] = None if owners is None else owners[name]
+        entries = {
+            f"{kind}/{name}": TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
+            for name, param in self._own_parameters()
+            for kind, dtype in kinds.items()
+        }
         metadata = CheckpointMetadata(
             step=module.completed_steps,
             layout=self.layout.sizes,
@@ -172,7 +170,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         )
         place = context.tp_rank, context.tp_size, context.dp_rank, context.dp_size
         stage = context.pp_rank, context.pp_size
-        return metadata, divide_tensors(entries, *place, owner_of, padding_of(module.model), *stage)
+        return metadata, divide_tensors(entries, *place, padding_of(module.model), *stage)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stage, but for the copy of a tied weight."""
@@ -224,12 +222,12 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def _begin_weights(self, path: Path, state: dict[str, Any]) -> None:
         """`begin_save` for the weights alone; for half types the fp32 masters, once training has started."""
         tensors = {f"model/{name}": param.detach() for name, param in self._own_parameters()}
-        kinds, owners = {"model": next(iter(tensors.values())).dtype}, None
+        kinds = {"model": next(iter(tensors.values())).dtype}
         if self.optimizers:
-            optimizer = self.optimizers[0]
-            tensors = {key: tensor for key, tensor in optimizer.tensors().items() if key in tensors}
-            kinds, owners = {"model": optimizer.dtypes["model"]}, optimizer.owners
-        metadata, share = self._describe(kinds, owners, {}, {}, state)
+            kinds = {"model": self.optimizers[0].dtypes["model"]}
+        metadata, share = self._describe(kinds, {}, {}, state)
+        if self.optimizers:
+            tensors = self.optimizers[0].whole_tensors(share.places)
         self.writer.begin(path, tensors, metadata, share)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from ...models.compiler_options import HASH_AGAIN
 from ...parallel.rng import counter_bits, keys_from_row
 from ...partition import UPDATED_AT_ONCE_ON_GPU
+from .gradient_buffer import Part
 
 HALF_BITS = 16  # bits of fp32 that bf16 keeps; it drops the other 16
 BLOCK_ELEMENTS = 2**16  # of one update on a CPU: with its temporaries, about what a core's cache holds
@@ -57,14 +59,14 @@ def update_by_torch(
 class OnePass:
     """Updates all parameters of a rank in one pass: by one kernel if it is compiled, else block by block.
 
-    They are in flat tensors, and a table has the group of every row of `width` numbers and what its rounding depends
-    on. Parameters that do not consist of whole rows come last and have a call of their own.
+    They are in tensors [k, n], and a table has the group of every row of `width` numbers and what its rounding depends
+    on.
 
     Args:
-        tensors: those of `adamw`, flat, equally long and in one order.
-        groups: the parameter groups, of views of the flat masters.
-        names: of the masters.
-        width: numbers per row of the table.
+        tensors: those of `adamw`, [k, n] and in one order.
+        groups: the parameter groups, of parts of the masters.
+        parts: the place of each master.
+        width: numbers per row of the table; it divides n.
         tp_rank: for `place_of`; None: moments are not rounded.
         compiles: let torch.compile fuse the update.
     """
@@ -73,7 +75,7 @@ class OnePass:
         self,
         tensors: Sequence[Tensor | None],
         groups: list[dict[str, Any]],
-        names: dict[Tensor, str],
+        parts: dict[Tensor, Part],
         width: int,
         tp_rank: int | None,
         compiles: bool,
@@ -81,25 +83,23 @@ class OnePass:
         fuse = partial(torch.compile, dynamic=False, options=HASH_AGAIN)
         self.adamw = fuse(adamw_of_groups) if compiles else adamw_in_blocks
         self.rates = tensors[1].new_zeros(len(groups), 5)
-        self.calls, end = [], 0
-        masters = [(master, number) for number, group in enumerate(groups) for master in group["params"]]
-        masters.sort(key=lambda each: each[0].storage_offset())
-        whole = [each for each in masters if each[0].numel() % width == 0]
-        for parts, size in ((whole, width), (masters[len(whole) :], 1)):
-            if parts:
-                start, end = end, end + sum(master.numel() for master, _ in parts)
-                rows = [each if each is None else each[start:end].view(-1, size) for each in tensors]
-                index = torch.cat([m.new_full((m.numel() // size,), n, dtype=torch.int32) for m, n in parts])
-                places = [] if tp_rank is None else [place_of(names[m], m, tp_rank, size) for m, _ in parts]
-                self.calls.append((*rows, index, torch.cat(places, dim=1) if places else None))
+        self.tensors = [each if each is None else each.unflatten(1, (-1, width)) for each in tensors]
+        self.index = torch.zeros(self.tensors[1].shape[:2], dtype=torch.int32, device=self.rates.device)
+        self.place = None if tp_rank is None else torch.stack([self.index, self.index])
+        for number, group in enumerate(groups):
+            for master in group["params"]:
+                name, param, start, row, column, size = parts[master]
+                rows = slice(column // width, -(-(column + size) // width))
+                self.index[row, rows] = number
+                if tp_rank is not None:
+                    self.place[:, row, rows] = place_of(name, param, tp_rank, width, start, start + size)
 
     def __call__(self, groups: list[dict[str, Any]], step: Tensor) -> None:
         """Update every parameter; see `update_by_torch`."""
         for row, group in zip(self.rates, groups, strict=True):
             for entry, rate in zip(row, _rates(group), strict=True):
                 entry.fill_(rate)  # copying them from the host would wait for the device
-        for *tensors, index, place in self.calls:
-            self.adamw(*tensors, step=step, rates=self.rates, groups=index, place=place)
+        self.adamw(*self.tensors, step=step, rates=self.rates, groups=self.index, place=self.place)
 
 
 def _rates(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
@@ -109,18 +109,19 @@ def _rates(group: dict[str, Any]) -> tuple[float, float, float, float, float]:
 
 
 def adamw_of_groups(*tensors: Tensor | None, step: Tensor, rates: Tensor, groups: Tensor, place: Tensor | None) -> None:
-    """`adamw` with the rates [number of groups, 5] of the parameter group of each row, int32 [k]."""
-    adamw(*tensors, step, rates[groups].unsqueeze(-1).unbind(1), place)
+    """`adamw` with the rates [number of groups, 5] of the parameter group of each row, int32 [..., k]."""
+    adamw(*tensors, step, rates[groups].unsqueeze(-1).unbind(-2), place)
 
 
 def adamw_in_blocks(*tensors: Tensor | None, step: Tensor, rates: Tensor, groups: Tensor, place: Tensor) -> None:
     """`adamw_of_groups` in blocks of rows: in a CPU's cache, an update takes 0.62 of the time."""
     at_once = UPDATED_AT_ONCE_ON_GPU if groups.is_cuda else BLOCK_ELEMENTS
-    num_rows = max(1, at_once // tensors[1].shape[1])
-    for first in range(0, len(groups), num_rows):
-        block = slice(first, first + num_rows)
+    num_rows = max(1, at_once // tensors[1].shape[-1])
+    num_pieces = max(1, num_rows // groups.shape[1])
+    for piece, first in product(range(0, len(groups), num_pieces), range(0, groups.shape[1], num_rows)):
+        block = slice(piece, piece + num_pieces), slice(first, first + num_rows)
         rows = (each if each is None else each[block] for each in tensors)
-        adamw_of_groups(*rows, step=step, rates=rates, groups=groups[block], place=place[:, block])
+        adamw_of_groups(*rows, step=step, rates=rates, groups=groups[block], place=place[:, *block])
 
 
 def adamw(
@@ -141,11 +142,11 @@ def adamw(
     the same on replicas, at every layout and after resuming.
 
     Shapes:
-        weight, master, gradient, exp_avg, exp_avg_sq [k, n]; step [5]; place int32 [2, k].
+        weight, master, gradient, exp_avg, exp_avg_sq [..., k, n]; step [5]; place int32 [2, ..., k].
 
     Args:
         step: see `DeviceCounters.advance`.
-        rates: 1 - beta1, 1 - beta2, the learning rate, its product with the weight decay, eps; numbers or [k, 1].
+        rates: 1 - beta1, 1 - beta2, the learning rate, its product with the weight decay, eps; numbers or [..., k, 1].
         place: for bf16 moments, see `place_of`.
 
     Source: Loshchilov and Hutter 2019, algorithm 2, with the decay multiplied by the rate as in torch.
@@ -161,13 +162,13 @@ def adamw(
         weight.copy_(master)
     if place is not None:
         del gradient, change  # free memory for the random bits
-        bits = _random_bits(place, number.to(torch.int32), master.shape[1])
+        bits = _random_bits(place, number.to(torch.int32), master.shape[-1])
         exp_avg.copy_(round_to_bf16(first, bits))
         exp_avg_sq.copy_(round_to_bf16(second, bits >> HALF_BITS))
 
 
-def place_of(name: str, master: Tensor, tp_rank: int, width: int) -> Tensor:
-    """What the random bits depend on, for every `width` numbers of a parameter.
+def place_of(name: str, param: Tensor, tp_rank: int, width: int, first: int = 0, last: int | None = None) -> Tensor:
+    """What the random bits depend on, for every `width` numbers of the part [first, last) of a parameter.
 
     A parameter of one dimension is one row.
 
@@ -175,21 +176,21 @@ def place_of(name: str, master: Tensor, tp_rank: int, width: int) -> Tensor:
         returns int32 [2, k], keys of the parameter's rows and columns in the logical tensor where each starts.
     """
     start = {-1: 0, -2: 0}  # columns and rows on the tensor ranks before this one
-    if master.shard.shard_dim is not None:
-        dim = master.shard.shard_dim - master.ndim
-        start[dim] = tp_rank * master.shape[dim]
+    if param.shard.shard_dim is not None:
+        dim = param.shard.shard_dim - param.ndim
+        start[dim] = tp_rank * param.shape[dim]
     key = zlib.crc32(f"moments/{name}".encode()) - 2**31
-    firsts = torch.arange(0, master.numel(), width, device=master.device)
-    rows, columns = firsts // master.shape[-1] + start[-2], firsts % master.shape[-1] + start[-1]
-    keys = keys_from_row(torch.full((1,), key, dtype=torch.int32, device=master.device), rows.int())
+    firsts = torch.arange(first, param.numel() if last is None else last, width, device=param.device)
+    rows, columns = firsts // param.shape[-1] + start[-2], firsts % param.shape[-1] + start[-1]
+    keys = keys_from_row(torch.full((1,), key, dtype=torch.int32, device=param.device), rows.int())
     return torch.stack([keys, columns.int()])
 
 
 def _random_bits(place: Tensor, number: Tensor, width: int) -> Tensor:
-    keys, first_columns = place.unbind()
+    keys, first_columns = place.flatten(1).unbind()
     columns = first_columns[:, None, None] + torch.arange(width, dtype=torch.int32, device=place.device)
     rows = torch.zeros(1, dtype=torch.int32, device=place.device)  # that of each key is in it
-    return counter_bits(keys + number * _UPDATE, rows, columns).squeeze(1)
+    return counter_bits(keys + number * _UPDATE, rows, columns).view(*place.shape[1:], width)
 
 
 def round_to_bf16(x: Tensor, bits: Tensor) -> Tensor:

@@ -1,28 +1,30 @@
 """The gradients of a rank's parameters in one flat buffer, summed in fp32 over micro-batches and data ranks."""
 
-import math
-from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...parallel import ParallelContext, begin_sum_over_data_ranks, broadcast_from_data_ranks
-from ...partition import assign_owners, buffer_pieces
-
-ALIGNED = 8  # elements: 16 bytes of a half type
-ROW_ELEMENTS = 1024  # at most, see `width`
+from ...parallel import ParallelContext, begin_sum_over_data_ranks, gather_from_data_ranks
+from ...partition import plan_buffer
 
 
-class _Piece(NamedTuple):
-    """A part of the buffer that is reduced at once, to `owner` (None: to all), when all parameters from `first` on are
-    final."""
+class Part(NamedTuple):
+    """`size` elements of a parameter, from `start` on, which this rank updates; [row, column] on in `own`."""
 
-    values: Tensor
-    owner: int | None
-    first: int
+    name: str
+    param: nn.Parameter
+    start: int
+    row: int
+    column: int
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the whole parameter."""
+        return self.size == self.param.numel()
 
 
 def needs_buffer(dtype: torch.dtype, context: ParallelContext, rounds: bool = False) -> bool:
@@ -38,76 +40,65 @@ class GradientBuffer:
     """One flat buffer that accumulates the gradients during the backward pass, in fp32 at least.
 
     Over 512 micro-batches a sum in bf16 loses 12 % of its norm; here each micro-batch is added in fp32. The parameters
-    move to a second buffer in the same order. With `context.zero1` this is ordered by the data ranks that own the
-    parameters; each part is then summed into its owner alone, and the owners broadcast the updated parameters.
+    move to a second buffer in the same order. With `context.zero1` every piece is cut into equal parts, one per data
+    rank, which gets the sum of its own, updates it and sends the weights back.
 
-    The backward pass runs from the last parameter to the first, and the buffer (each owner's part of it) has that
-    order, but for tensors that are not whole rows of `width`, which come last in it. Those of odd sizes are at the very
-    end: kernels read 16 bytes at once from addresses that are multiples of 16. In the last backward pass of a step,
-    announced by `start_grad_sync`, a piece is sent as soon as all parameters from its first on have their gradient. All
-    data ranks thus send the pieces in the same order, whatever the order in which their gradients are ready.
+    The backward pass runs from the last parameter to the first, and the buffer has that order (`plan_buffer`). In the
+    last backward pass of a step, announced by `start_grad_sync`, a piece is sent as soon as all parameters from its
+    first on have their gradient. All data ranks thus send the pieces in the same order, whatever the order in which
+    their gradients are ready.
 
     Args:
-        parameters: in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
+        named: parameters in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
         held: the one whose gradient becomes final only when `reduce` is called.
 
     Attributes:
         flat: the gradients.
-        views: the gradient of each parameter, as a view.
-        owners: the data rank that owns each parameter with `zero1`; otherwise None: every rank updates all.
-        own: the part of the buffer that this rank updates.
+        names, views: of each parameter, and its gradient as a view.
         weights: the parameters, in the same order.
-        width: elements of a row, a power of two that divides the rows of all matrices.
+        width: see `BufferPlan`.
+        parts: what this rank updates, in the model's order.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], context: ParallelContext, held: nn.Parameter | None = None
+        self, named: dict[str, nn.Parameter], context: ParallelContext, held: nn.Parameter | None = None
     ) -> None:
         self.context, self._held = context, held
-        sizes = [param.numel() for param in parameters]
-        self.owners = assign_owners(sizes, context.dp_size) if context.zero1 else None
-        owners = self.owners or [0] * len(sizes)
-        self.width = math.gcd(ROW_ELEMENTS, *(param.shape[-1] for param in parameters if param.ndim > 1))
-
-        order = reversed(range(len(sizes)))
-        order = sorted(order, key=lambda i: (owners[i], sizes[i] % self.width != 0, sizes[i] % ALIGNED != 0))
-        starts, self._parts, end = [0] * len(sizes), [], 0
-        for owner in range(context.dp_size if self.owners else 1):
-            first = end = end + -end % ALIGNED
-            for index in (index for index in order if owners[index] == owner):
-                starts[index], end = end, end + sizes[index]
-            self._parts.append(slice(first, end))
+        self.names, parameters = list(named), list(named.values())
+        sizes, row_lengths = [p.numel() for p in parameters], [p.shape[-1] for p in parameters if p.ndim > 1]
+        plan = plan_buffer(sizes, row_lengths, context.dp_size if context.zero1 else 1)
+        self.width, num, size = plan.width, plan.num_pieces, plan.piece_size
+        self._grid = (num, plan.num_cuts, size // plan.num_cuts) if context.zero1 else (1, 1, num * size)
+        self._cut = context.dp_rank if context.zero1 else 0
         accumulation_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        self.flat = torch.zeros(end, dtype=accumulation_dtype, device=parameters[0].device)
-        self.views = [
-            self.flat[i : i + param.numel()].view_as(param) for i, param in zip(starts, parameters, strict=True)
-        ]
-        self._has_gradient = [False] * len(parameters)
-        for index, param in enumerate(parameters):
-            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
-        self.own = self._parts[context.dp_rank if self.owners else 0]
+        self.flat = torch.zeros(num * size, dtype=accumulation_dtype, device=parameters[0].device)
         self.weights = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
-        for i, param in zip(starts, parameters, strict=True):
-            param.data = self.weights[i : i + param.numel()].view_as(param).copy_(param.detach())
-        ends = [starts[index] + sizes[index] for index in order]
-        self._pieces = self._cut(order, ends) if context.dp_size > 1 else []
+        self.views, self.parts = [], []
+        for index, (param, start) in enumerate(zip(parameters, plan.starts, strict=True)):
+            place = slice(start, start + param.numel())
+            self.views.append(self.flat[place].view_as(param))
+            param.data = self.weights[place].view_as(param).copy_(param.detach())
+            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
+            self.parts += self._parts_of(self.names[index], param, place)
+        self._has_gradient = [False] * len(parameters)
+        self._pieces = self.flat.view(num, size)[: num if context.dp_size > 1 else 0]
+        self._firsts = [sum(start >= (i + 1) * size for start in plan.starts) for i in range(num)]
         self._start_over()
 
-    def _cut(self, order: list[int], ends: list[int]) -> list[_Piece]:
-        """The pieces in the order in which they are sent."""
-        pieces = []
-        for owner, part in enumerate(self.flat[part] for part in self._parts):
-            for values in part.split(buffer_pieces(part.numel())):
-                start = values.storage_offset()
-                in_it = order[bisect_right(ends, start) : bisect_left(ends, start + values.numel()) + 1]
-                pieces.append(_Piece(values, owner if self.owners else None, first=min(in_it)))
-        return sorted(pieces, key=lambda piece: -piece.first)
+    def _parts_of(self, name: str, param: nn.Parameter, place: slice) -> Iterator[Part]:
+        """The parts of a parameter that has this place in the buffer."""
+        _, num_cuts, length = self._grid
+        for first in range(place.start // length * length, place.stop, length):
+            row, cut = divmod(first // length, num_cuts)
+            if cut == self._cut:
+                low, high = max(place.start, first), min(place.stop, first + length)
+                yield Part(name, param, low - place.start, row, low - first, high - low)
 
     def _start_over(self) -> None:
         self._in_last_backward = False
         self._is_final = [False] * len(self.views)
         self._final_from = len(self.views)  # all parameters from this one on are final
-        self._begun: list[dist.Work] = []  # of the first pieces
+        self._num_sent, self._begun = 0, []  # pieces; sums not waited for
 
     @torch.no_grad()
     def _move_gradient(self, index: int, param: nn.Parameter) -> None:
@@ -126,15 +117,24 @@ class GradientBuffer:
             self._send_final_pieces()
 
     def _send_final_pieces(self) -> None:
-        for piece in self._pieces[len(self._begun) :]:
-            if piece.first < self._final_from:
-                break
-            self._begun.append(begin_sum_over_data_ranks(piece.values, self.context, piece.owner))
+        while self._num_sent < len(self._pieces) and self._firsts[self._num_sent] >= self._final_from:
+            if self.context.zero1 and not self.flat.is_cuda:
+                self._wait()  # gloo holds a copy of the piece until then
+            self._begun.append(begin_sum_over_data_ranks(self._pieces[self._num_sent], self.context))
+            self._num_sent += 1
 
-    def own_views(self, flat: Tensor) -> list[Tensor]:
-        """The parameters that this rank updates, in the model's order, as views of a tensor like `own`."""
-        starts = ((view, view.storage_offset() - self.own.start) for view in self.views)
-        return [flat[i : i + view.numel()].view_as(view) for view, i in starts if 0 <= i < len(flat)]
+    def _wait(self) -> None:
+        while self._begun:
+            self._begun.pop(0).wait()
+
+    def own(self, flat: Tensor) -> Tensor:
+        """What this rank updates of a tensor like `flat`, as a view: [1, n], with ZeRO-1 [pieces, n]."""
+        return flat.view(self._grid)[:, self._cut]
+
+    def part_views(self, own: Tensor) -> list[Tensor]:
+        """Each of `parts` as a view of a tensor like `own`; whole parameters have their shape."""
+        views = ((part, own[part.row, part.column : part.column + part.size]) for part in self.parts)
+        return [view.view_as(part.param) if part.is_whole else view for part, view in views]
 
     def clear(self) -> None:
         """Zero the gradients."""
@@ -156,24 +156,23 @@ class GradientBuffer:
         self._in_last_backward = True
 
     def reduce(self) -> None:
-        """Add the gradients of the data ranks, or finish adding them; with `zero1` only the owner has the sum.
+        """Add the gradients of the data ranks, or finish adding them; with ZeRO-1 a rank has the sums of its own part.
 
         Communicates:
-            over the data group, all-reduces of N numbers in total, N being the parameters of the rank; with `zero1`
-            instead reduces to the owners, N numbers in total; both in pieces (`buffer_pieces`).
+            over the data group, an all-reduce of each piece, N numbers in total, N being the parameters of the rank;
+            with ZeRO-1 a reduce-scatter.
         """
         self.complete()
         self._final_from = 0
         self._send_final_pieces()
-        for work in self._begun:
-            work.wait()
+        self._wait()
         self._start_over()
 
-    def share_weights(self) -> None:
-        """With `zero1`, broadcast the updated parameters from their owners.
+    def gather(self, flat: Tensor) -> None:
+        """With ZeRO-1, fill a tensor like `flat` with the data ranks' own parts of it.
 
         Communicates:
-            over the data group, a broadcast from each data rank of the parameters it owns, N numbers in total.
+            over the data group, an all-gather of each piece, N numbers in total.
         """
-        if self.owners:
-            broadcast_from_data_ranks([self.weights[part] for part in self._parts], self.context)
+        for piece in flat.view(self._grid):
+            gather_from_data_ranks(piece.view(-1), self.context)

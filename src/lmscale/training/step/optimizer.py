@@ -20,7 +20,7 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
 
     Parameters of half types have an fp32 master; fp32 and fp64 parameters are their own masters. Gradients are added,
     in fp32 for half types, in a `GradientBuffer`, or by autograd if `needs_buffer` is false. With `context.zero1` a
-    data rank has masters and moments only of the parameters it owns. Weight decay applies to matrices and embeddings,
+    data rank has masters and moments only of its part of the buffer. Weight decay applies to matrices and embeddings,
     not to biases and LayerNorms (section 4.2), which are the parameters of one dimension. Rates, decay and eps have the
     factors of `ShardSpec`. If a gradient is not finite on any rank, all ranks skip the step: weights and moments stay,
     `Counters.num_skipped` increases.
@@ -38,15 +38,16 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         all_names: names of all parameters of the model.
         tied: the word embedding in the first or the last of several stages (`ShardSpec.tie`).
         copy_buffer: the gradient of its copy, in the last stage.
-        names, model_parameters, masters: parallel lists of the parameters that this rank updates.
-        owners: with `context.zero1` the data rank that updates each parameter, by name; otherwise None.
+        names, masters: parallel lists of what this rank updates: parameters, with `context.zero1` also parts of them,
+            flat and named as `name[start:stop]`.
+        own: with a buffer, all masters and moments, by kind (`GradientBuffer.own`).
         weights: the half-type weight of each master; empty if the masters are the weights.
         dtypes: of the masters and of both moments, by kind: `model`, `exp_avg`, `exp_avg_sq`.
         counters: updates and skipped steps, gradient norm and loss scale.
 
     Communicates:
-        as `reduce_gradients`, and per step as `global_gradient_norm`; with `context.zero1` the broadcasts of the
-        weights; with several stages as `copy_from_owner`.
+        as `reduce_gradients`, and per step as `global_gradient_norm`; with `context.zero1` the weights as
+        `GradientBuffer.gather`; with several stages as `copy_from_owner`.
     """
 
     def __init__(
@@ -62,44 +63,46 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         self.copy_buffer: GradientBuffer | None = None
         if self.tied is not None and self.tied.shard.tie == "copy":
             parameters = {name: param for name, param in parameters.items() if param is not self.tied}
-            self.copy_buffer = GradientBuffer([self.tied], ParallelContext())
+            self.copy_buffer = GradientBuffer({"copy": self.tied}, ParallelContext())
         first = next(iter(parameters.values()))
         self.holds_masters = first.dtype in (torch.float16, torch.bfloat16)
         self.context, self.device = context, first.device
         self.buffer: GradientBuffer | None = None
-        self.owners: dict[str, int] | None = None
         rounds = config.moments == "bf16"
         accumulation_dtype = torch.promote_types(first.dtype, torch.float32)
         moments_dtype = torch.bfloat16 if rounds else accumulation_dtype
         self.dtypes = {"model": accumulation_dtype} | dict.fromkeys(MOMENTS, moments_dtype)
         if needs_buffer(first.dtype, context, rounds):
-            self.buffer = GradientBuffer(list(parameters.values()), context, held=self.tied)
-            if self.buffer.owners is not None:
-                self.owners = dict(zip(parameters, self.buffer.owners, strict=True))
+            self.buffer = GradientBuffer(parameters, context, held=self.tied)
         views = [None] * len(parameters) if self.buffer is None else self.buffer.views
         tied = (view for view, param in zip(views, parameters.values(), strict=True) if param is self.tied)
         self._tied_gradient = next(tied, None) if self.copy_buffer is None else self.copy_buffer.views[0]
         self.all_names = [name for names in gather_from_stages(list(parameters), context) for name in names]
-        self.names = [n for n in parameters if self.owners is None or self.owners[n] == context.dp_rank]
-        self.model_parameters = [parameters[name] for name in self.names]
+        self.own: dict[str, Tensor] = {}
         if self.buffer is None:
-            self.masters = self.model_parameters
+            updated = self.masters = list(parameters.values())
+            self.names = list(parameters)
             moments = [[torch.zeros_like(m, dtype=moments_dtype) for m in self.masters] for _ in MOMENTS]
         else:
-            weights, gradients = (flat[self.buffer.own] for flat in (self.buffer.weights, self.buffer.flat))
+            weights, gradients = (self.buffer.own(flat) for flat in (self.buffer.weights, self.buffer.flat))
             masters = weights.to(accumulation_dtype)
-            flat = [masters, gradients, *(torch.zeros_like(masters, dtype=moments_dtype) for _ in MOMENTS)]
-            self.masters, gradients, *moments = (self.buffer.own_views(each) for each in flat)
-            for param, master, gradient in zip(self.model_parameters, self.masters, gradients, strict=True):
+            self.own = {"model": masters} | {k: torch.zeros_like(masters, dtype=moments_dtype) for k in MOMENTS}
+            parts = self.buffer.parts
+            self.names = [p.name if p.is_whole else f"{p.name}[{p.start}:{p.start + p.size}]" for p in parts]
+            updated, views = [part.param for part in parts], self.buffer.part_views(gradients)
+            self.masters, *moments = (self.buffer.part_views(each) for each in self.own.values())
+            for param, master, gradient in zip(updated, self.masters, views, strict=True):
                 master.shard, master.grad = param.shard, gradient
-        self.weights = dict(zip(self.masters, self.model_parameters, strict=True)) if self.holds_masters else {}
+        self.weights: dict[Tensor, Tensor] = {}
+        if self.holds_masters:
+            self.weights = dict(zip(self.masters, self.buffer.part_views(weights), strict=True))
         self.max_grad_norm = config.max_grad_norm
         betas = (config.beta1, config.beta2)
         self.counters = DeviceCounters(precision, betas, self.device)
-        # A data rank may own no parameter, but torch wants a group; these two are those of `standard`.
+        # A data rank may have parts of neither kind, but torch wants a group; these two are those of `standard`.
         groups: dict[tuple[bool, float, float], list[Tensor]] = {(True, 1.0, 1.0): [], (False, 1.0, 1.0): []}
-        for master in self.masters:
-            key = master.ndim > 1, master.shard.rate_factor, master.shard.eps_factor
+        for param, master in zip(updated, self.masters, strict=True):
+            key = param.ndim > 1, param.shard.rate_factor, param.shard.eps_factor
             groups.setdefault(key, []).append(master)
         super().__init__(
             [
@@ -118,9 +121,10 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         self._advance = torch.compile(self.counters.advance) if compiles else self.counters.advance
         self._one_pass: OnePass | None = None
         if self.buffer is not None and (compiles or rounds):
-            tensors = [weights if self.holds_masters else None, *flat]
-            names, tp_rank = dict(zip(self.masters, self.names, strict=True)), context.tp_rank if rounds else None
-            self._one_pass = OnePass(tensors, self.param_groups, names, self.buffer.width, tp_rank, compiles)
+            model, *moments = self.own.values()
+            tensors = [weights if self.holds_masters else None, model, gradients, *moments]
+            places, tp_rank = dict(zip(self.masters, parts, strict=True)), context.tp_rank if rounds else None
+            self._one_pass = OnePass(tensors, self.param_groups, places, self.buffer.width, tp_rank, compiles)
 
     def start_grad_sync(self) -> None:
         """Reduce the gradients during the next backward pass, the last of the step (`GradientBuffer`)."""
@@ -170,8 +174,8 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         else:
             for group in self.param_groups:
                 update_by_torch(group, self.state, self.weights, step)
-        if self.buffer is not None:
-            self.buffer.share_weights()
+        if self.context.zero1:
+            self.buffer.gather(self.buffer.weights)
         if self.tied is not None:
             copy_from_owner(self.tied.detach(), self.context)
         self.counters.publish()
