@@ -10,6 +10,7 @@ else. The summary of the study is `scaling_law.json` beside its records; `plan.m
 import argparse
 import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -153,19 +154,17 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
     return tests
 
 
-def study_laws(cells: pd.DataFrame) -> pd.DataFrame:
-    """`laws` of the study: of its group `tokens` alone, whose rate was chosen before."""
+def study_laws(cells: pd.DataFrame, complete: dict[str, bool]) -> pd.DataFrame:
+    """`laws` of the study: of its group `tokens` alone, whose rate was chosen before; none until it has run."""
     (names,) = (run.names_of(group["keys"]) for group in run.read_groups() if group["name"] == "tokens")
-    return laws(cells[cells.index.isin(names)], NUM_RESAMPLES)
+    return laws(cells[cells.index.isin(names) & complete["tokens"]], NUM_RESAMPLES)
 
 
-def summarize(runs: dict[str, dict[str, Any]], records: Path) -> dict[str, Any]:
-    """The record of the study: every condition, the tests, and the laws."""
-    cells = tabulate(runs)
-    complete = {group["name"]: run.is_complete(group, records) for group in run.read_groups()}
+def summarize(cells: pd.DataFrame, tables: Iterable[pd.DataFrame], complete: dict[str, bool]) -> dict[str, Any]:
+    """The record of the study: the tests, and what is in the tables of `transfer`, `sensitivity` and `laws`."""
     metrics = {}
-    for table in (transfer(cells), sensitivity(cells).add_prefix("sensitivity_"), study_laws(cells)):
-        for (family, order, qk_norm, parametrization, *rest), row in table.iterrows():
+    for table, kind in zip(tables, ("", "sensitivity_", ""), strict=True):
+        for (family, order, qk_norm, parametrization, *rest), row in table.add_prefix(kind).iterrows():
             arm = f"{family}_{order}{'_qk' * qk_norm}_{parametrization}"
             name = f"{arm}_{rest[0]}x{rest[1]}" if len(rest) > 1 else f"{arm}/{rest[0]}"
             metrics |= {f"{name}/{key}": {"value": value, "unit": UNITS.get(key, "1")} for key, value in row.items()}
@@ -184,30 +183,28 @@ def main() -> int:
     try:
         if options.figure is not None:
             prepare_figure("--figure", options.figure)
-        runs = read_runs(options.paths or [run.RECORDS])
-        cells = tabulate(runs)
+        cells = tabulate(read_runs(options.paths or [run.RECORDS]))
         if options.figure is not None:
             check_one_panel(cells)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for title, table in (
-        (
-            "Best rate of sizes with three rates at least, in octaves from that of the smallest size, and the loss by "
-            "which keeping that one is worse",
-            transfer(cells),
-        ),
-        ("Mean loss above the best, over rates from 1/8 to 8 times the best", sensitivity(cells)),
-        ("L = E + A N^-alpha + B D^-beta", laws(cells, NUM_RESAMPLES) if options.paths else study_laws(cells)),
-        ("Published exponents of the best N in compute", law.PUBLISHED),
-    ):
+    complete = {group["name"]: run.is_complete(group, run.RECORDS) for group in run.read_groups()}
+    found = laws(cells, NUM_RESAMPLES) if options.paths else study_laws(cells, complete)
+    tables = {
+        "Best rate of sizes with three rates at least, in octaves from that of the smallest size, and the loss by which "
+        "keeping that one is worse": transfer(cells),
+        "Mean loss above the best, over rates from 1/8 to 8 times the best": sensitivity(cells),
+        "L = E + A N^-alpha + B D^-beta": found,
+    }
+    for title, table in (*tables.items(), ("Published exponents of the best N in compute", law.PUBLISHED)):
         shown = table.to_string(float_format="{:.3f}".format, na_rep="at an end") if len(table) else "too few runs"
         print(f"\n{title}\n{shown}")
     if options.figure is not None:
         draw_rates(cells, "Validation loss over the peak learning rate").savefig(options.figure)
         print(f"\nfigure: {options.figure}")
     if not options.paths:
-        record = summarize(runs, run.RECORDS)
+        record = summarize(cells, tables.values(), complete)
         print("", *(f"test {t['test']}: {t['claim']}: {outcome(t)}" for t in record["config"]["tests"]), sep="\n")
         write_record(record, run.RECORDS.with_suffix(".json"))
         print(f"record: {run.RECORDS.with_suffix('.json')}")
