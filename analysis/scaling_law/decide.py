@@ -192,8 +192,8 @@ def main() -> int:
     complete = {group["name"]: run.is_complete(group, run.RECORDS) for group in run.read_groups()}
     found = laws(cells, NUM_RESAMPLES) if options.paths else study_laws(cells, complete)
     tables = {
-        "Best rate of sizes with three rates at least, in octaves from that of the smallest size, and the loss by which "
-        "keeping that one is worse": transfer(cells),
+        "Best rate of sizes with three rates at least, in octaves from that of the smallest size, and the loss by "
+        "which keeping that one is worse": transfer(cells),
         "Mean loss above the best, over rates from 1/8 to 8 times the best": sensitivity(cells),
         "L = E + A N^-alpha + B D^-beta": found,
     }
