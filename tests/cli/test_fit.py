@@ -93,7 +93,7 @@ def test_all_ranks_share_the_memory_of_a_host_without_gpus(monkeypatch, sizes) -
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
-def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
+def test_the_copies_of_saves_respect_the_host_memory(monkeypatch, accelerator) -> None:
     """The copies of all local ranks; on a CPU beside the memory in which they train."""
     config, layout = TransformerConfig("gpt", 2, 64, 4, 2000, 32), Layout(tp_size=2, dp_size=2)
     job = Workload(config, 2, 4, 32, "bf16", on_gpu=accelerator == "gpu")
@@ -101,7 +101,7 @@ def test_background_saves_respect_the_host_memory(monkeypatch, accelerator) -> N
     if accelerator == "cpu":
         each += estimate_memory(job, layout).total
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
-    fit.check_background_saves(job, layout, None)
+    fit.check_copies("checkpoint.async", job, layout, None)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
     with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
-        fit.check_background_saves(job, layout, None)
+        fit.check_copies("checkpoint.async", job, layout, None)

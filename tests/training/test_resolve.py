@@ -16,7 +16,7 @@ from lmscale.config.layout import ParallelConfig
 from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.sampler import Blend
 from lmscale.launcher import World
-from lmscale.planner.memory import estimate_memory, usable_bytes
+from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
 from lmscale.training import accelerator, fit, pretrain, resolve
 from lmscale.training.announcement import describe_idle_gpus
@@ -112,6 +112,17 @@ def test_gpus_that_another_launcher_or_the_tensor_ranks_leave_are_not_put_down_t
     run = tiny_run("gpt", tmp_path, micro_batch_size=4, global_batch_size=512)
     run = dataclasses.replace(run, parallel=ParallelConfig())
     assert describe_idle_gpus(Job(run=run, layout=layout, accelerator="gpu")) == ""
+
+
+def test_zero1_whose_saves_the_host_cannot_hold_is_refused(tmp_path, monkeypatch, gpu_of) -> None:
+    gpu_of(2**40)
+    run = tiny_run("gpt", tmp_path, parallel__dp_size=2, parallel__zero1=True)
+    needed = 2 * (checkpoint_bytes(Workload.of(run, on_gpu=True), Layout(dp_size=2)) - usable_bytes(0, False))
+    monkeypatch.setattr(fit, "host_memory_available", lambda: needed)
+    assert resolve.check(run).layout.zero1
+    monkeypatch.setattr(fit, "host_memory_available", lambda: needed - 2)
+    with pytest.raises(ValueError, match="`parallel.zero1` must be false where the host"):
+        resolve.check(run)
 
 
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:

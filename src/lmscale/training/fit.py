@@ -152,10 +152,13 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
     )
 
 
-def check_background_saves(workload: Workload, layout: Layout, world: World | None) -> None:
-    """Refuse to save in the background where the host cannot hold the copies that its ranks write from.
+def check_copies(key: str, workload: Workload, layout: Layout, world: World | None) -> None:
+    """Refuse what makes saves write from copies where the host cannot hold those of its ranks.
 
     On a CPU the ranks train in the same memory.
+
+    Args:
+        key: `checkpoint.async`, or `parallel.zero1`, whose ranks gather what they write.
 
     Raises:
         ValueError: with the bytes of a rank's copies and of the host.
@@ -165,7 +168,7 @@ def check_background_saves(workload: Workload, layout: Layout, world: World | No
     copies, there = checkpoint_bytes(workload, layout), host_memory_available()
     if copies + in_use > usable_bytes(there, False, ranks):
         raise ValueError(
-            f"`checkpoint.async` must be false where the host, with {there / GIB:.1f} GiB free, cannot hold {copies:,} "
+            f"`{key}` must be false where the host, with {there / GIB:.1f} GiB free, cannot hold {copies:,} "
             f"bytes ({copies / GIB:.1f} GiB) more for each of its {ranks} rank(s), but is true"
         )
 

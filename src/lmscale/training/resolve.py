@@ -135,8 +135,8 @@ def check(run: RunConfig) -> CheckedRun:
     fit.check_host(run, layout, num_threads, world)
     workload = fit.resolve_recompute(run, workload, layout)
     fit.check_memory(run.name, workload, layout, world)
-    if run.checkpoint.async_:
-        fit.check_background_saves(workload, layout, world)
+    if run.checkpoint.async_ or layout.zero1:
+        fit.check_copies("parallel.zero1" if layout.zero1 else "checkpoint.async", workload, layout, world)
     recompute = workload.config.recompute.value
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
     check_tokenizer(run.tokenizer, run.model.family)
