@@ -75,5 +75,6 @@ def plan_buffer(sizes: Sequence[int], row_lengths: Iterable[int], num_cuts: int 
     width = math.gcd(ROW_ELEMENTS, *row_lengths)
     unit = max(width, ALIGNED)
     *starts, total = itertools.accumulate((size + -size % unit for size in reversed(sizes)), initial=0)
-    piece_size = -(-total // (-(-total // PIECE_ELEMENTS) * num_cuts * unit)) * num_cuts * unit
+    num_pieces, smallest = -(-total // PIECE_ELEMENTS), num_cuts * unit
+    piece_size = -(-total // (num_pieces * smallest)) * smallest
     return BufferPlan(width, tuple(reversed(starts)), -(-total // piece_size), piece_size, num_cuts)

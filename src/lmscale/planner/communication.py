@@ -140,10 +140,8 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, 
     found = [dataclasses.replace(c, count=c.count * number) for c in micro_batch_collectives(job, layout, stage)]
     if layout.dp_size > 1:
         buffer = rank_buffer(job.config, layout, stage)
-        kind, num_bytes = (
-            "reduce_scatter" if layout.cuts_optimizer else "all_reduce",
-            buffer.piece_size * job.wide_bytes,
-        )
+        kind = "reduce_scatter" if layout.cuts_optimizer else "all_reduce"
+        num_bytes = buffer.piece_size * job.wide_bytes
         found.append(Collective("gradients", kind, "data", "gradients", buffer.num_pieces, num_bytes))
         if layout.cuts_optimizer:
             num_bytes = buffer.piece_size * job.weight_bytes
