@@ -118,10 +118,7 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
     """
     moved = shifts(cells)
     moved = moved[[condition[:3] == ("gpt", "pre", False) for condition in moved.index]]
-    tests, opposites = (
-        [],
-        [],
-    )  # and the p-values of the opposite of each claim, where the plan counts it as a refutation
+    tests, opposites = [], []  # p-values of the opposite of each claim, where the plan counts it as a refutation
     for group, parametrization, size, deeper in (
         ("width", "mup", (4, 256), False),
         ("depth", "completep", (16, 64), True),

@@ -189,32 +189,6 @@ def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> Non
     ]
 
 
-def test_the_figures_of_the_study_show_their_tables() -> None:
-    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0, ("mup", 4, 256): -8.1})
-    (axis,) = figure.draw_shifts(transfer.transfer(cells), "finding").axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == [
-        *("gpt, pre, standard, 4 x 256", "gpt, pre, mup, 4 x 256")
-    ]
-    placements = [cells.assign(norm_order=order, qk_norm=qk) for order in ("pre", "post") for qk in (False, True)]
-    (axis,) = figure.draw_sensitivity(pd.concat(placements).assign(unigram=4.1), "finding").axes
-    names = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert names == ["pre", "pre, QK-norm", "post", "post, QK-norm"]
-    assert max(np.max(line.get_ydata()) for line in axis.get_lines()) == pytest.approx(4.1)
-    n, d, losses = drawn(0.003)
-    arm = dict(zip(decide.ARM, ("gpt", "pre", False, "mup"), strict=True))
-    runs = pd.DataFrame(arm | {"parameters": n, "tokens": d, "loss": losses, "num_layers": 4, "hidden_size": n})
-    runs = runs.assign(lr=0.008, without_embeddings=n / 2, flops=7 * n * d)
-    (axis,) = figure.draw_law(runs, "finding").axes
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
-        *("0.25 M tokens", "0.50 M tokens", "1.00 M tokens")
-    ]
-    table = decide.laws(runs, num_resamples=20)
-    (axis,) = figure.draw_exponents(table, "finding").axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names[:3] == ["ours, parameters", "ours, without embeddings", "ours, FLOPs / 6 tokens"]
-    assert table["exponent"].between(table["exponent_low"], table["exponent_high"]).all() and "Kaplan" in names[3]
-
-
 def test_planned_cells_have_the_folders_of_the_sweep() -> None:
     """Every cell of the study composes, and its ID is the folder that `sweep=scaling` gives it."""
     from hydra import compose, initialize_config_dir
