@@ -27,7 +27,8 @@ def convert(values: dict) -> None:
     if config.format == "hugging_face":
         print(f"load: {load_published(written)}")
     else:
-        print(f"use: {use_model(written, config_of(written, read_metadata(written)).family)}")
+        model = config_of(written, read_metadata(written))
+        print(f"use: {use_model(written, model.family, model.max_position_embeddings)}")
 
 
 def write(config: ConvertConfig) -> Path:

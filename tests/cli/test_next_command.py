@@ -59,6 +59,12 @@ def test_the_printed_commands_run(finished, tmp_path) -> None:
             assert run_line(line).returncode == 0, line
 
 
+def test_a_bert_of_few_positions_is_finetuned_on_shorter_pairs() -> None:
+    """The demo's has 32: the command that it printed was refused."""
+    for positions, length in ((32, 32), (512, 64)):
+        assert f" task.max_seq_length={length}" in next_command.use_model("run", "bert", positions)
+
+
 @pytest.mark.slow
 def test_the_commands_after_a_bert_its_finetuning_a_preparation_and_an_evaluation_run(finished, tmp_path) -> None:
     done = train(*TINY, "model=bert_tiny", f"hydra.run.dir={tmp_path / 'bert'}")

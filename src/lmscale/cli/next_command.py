@@ -55,7 +55,9 @@ def after_training(values: Mapping) -> str:
     lines = [f"plot:     {command('analysis/report/your_runs.py', _from_here(run))}"]
     if has_checkpoint:
         exported = command("src/convert.py", source=run, target=run / "hugging_face", format="hugging_face")
-        lines = [f"use:      {use_model(run, values['model']['family'])}", f"export:   {exported}", *lines]
+        model = values["model"]
+        used = use_model(run, model["family"], model["max_position_embeddings"])
+        lines = [f"use:      {used}", f"export:   {exported}", *lines]
     return "\n".join(lines)
 
 
@@ -66,12 +68,12 @@ def of_training(overrides: list[str]) -> list[str]:
     return _config_dir() + [o for o, name in names if name not in GRID and name.partition(".")[0] not in own]
 
 
-def use_model(checkpoint: str | Path, family: str) -> str:
+def use_model(checkpoint: str | Path, family: str, num_positions: int = 64) -> str:
     """Generate from a GPT, or finetune a BERT on the table of this clone, which needs no network."""
     if family_of(family).is_causal:  # its `ckpt` is taken literally
         return command("src/generate.py", f"ckpt={_from_here(checkpoint)}", "prompt=The")
     table = ROOT / "finetune" / "example_qqp.tsv"
-    data = {"task__train": table, "task__validation__dev": table, "task__max_seq_length": "64"}
+    data = {"task__train": table, "task__validation__dev": table, "task__max_seq_length": str(min(64, num_positions))}
     return command("finetune/run.py", task="qqp", ckpt=checkpoint, **data)
 
 
