@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import warm
 from entry_points import TINY, environment, start, train
 from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
 
+from lmscale.parallel.shared_memory import RankGoneError
 from lmscale.training.runtime import watchdog as watchdog_module
 from lmscale.training.runtime.exit_codes import STALLED
+from lmscale.training.runtime.lost_rank import end_rank
 from lmscale.training.runtime.watchdog import Watchdog
 
 
@@ -31,6 +34,14 @@ def test_the_watchdog_ends_a_hung_rank_and_names_its_phase(tmp_path) -> None:
     done = run_code(tmp_path, code)
     assert done.returncode == STALLED and time.monotonic() - begin < 40
     assert done.stderr.startswith("error: rank 3 has not moved for ") and "in step 17, backward pass" in done.stderr
+
+
+def test_the_line_of_a_rank_does_not_mix_with_those_of_others(monkeypatch) -> None:
+    """With PYTHONUNBUFFERED=1 every write reaches the terminal or log that all ranks share at once."""
+    writes = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    end_rank(RankGoneError("gone", 1), rank=0, tp_size=2, where="step 3", folder=None)
+    assert [text[-1] for text in writes if text] == ["\n"]
 
 
 @pytest.mark.slow

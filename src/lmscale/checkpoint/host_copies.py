@@ -53,7 +53,8 @@ class HostCopies:
             with contextlib.suppress(RuntimeError):  # the next kernel reports the error once more, and clears it
                 torch.zeros(1, device="cuda")
             if self._warns:
-                print(f"WARNING: checkpoints are copied without locked memory: {error}", file=sys.stderr, flush=True)
+                warning = f"WARNING: checkpoints are copied without locked memory: {error}\n"
+                print(warning, end="", file=sys.stderr, flush=True)  # in one write: other ranks print it too
             self._warns = False
         else:
             self._unlock = weakref.finalize(self, cuda.cudaHostUnregister, address)  # before the buffer is freed

@@ -1,6 +1,5 @@
 """Compares what ranks must hold alike."""
 
-import sys
 from typing import Any
 
 import lightning as L
@@ -9,6 +8,7 @@ from ...parallel import ParallelContext, fingerprint, first_difference
 from ...parallel.pipeline import gather_from_stages
 from ..runtime.ending import Ending
 from ..runtime.exit_codes import REPLICAS_DIFFER
+from ..runtime.watchdog import print_error
 from ..step.optimizer import MixedPrecisionAdamW
 from .sample_digest import SampleDigest
 
@@ -61,11 +61,9 @@ class ReplicaSentinel(L.Callback):
         for group, name in groups.items():
             if name is not None:
                 place = f"tensor rank {context.tp_rank}, stage {context.pp_rank}, data rank {context.dp_rank}"
-                print(
-                    f"error: after step {pl_module.completed_steps} {name} differs within the {group} group of rank "
-                    f"{trainer.global_rank} ({place}); the run stops without saving",
-                    file=sys.stderr,
-                    flush=True,
+                print_error(
+                    f"after step {pl_module.completed_steps} {name} differs within the {group} group of rank "
+                    f"{trainer.global_rank} ({place}); the run stops without saving"
                 )
         self.ending.stop(trainer, REPLICAS_DIFFER)
 

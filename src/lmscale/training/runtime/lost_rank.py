@@ -1,7 +1,6 @@
 """One line and exit code 1, in place of a traceback, for a rank whose communication with others has failed."""
 
 import re
-import sys
 import traceback
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED
-from .watchdog import leave_for_launcher
+from .watchdog import report
 
 # What gloo and torch's store say of a connection whose other end has died.
 _CLOSED = re.compile(r"(Connection closed by peer|Connection reset by peer|Broken pipe|got 0 bytes)(?: \[\S+\d)?")
@@ -42,8 +41,7 @@ def end_rank(error: Exception, rank: int, tp_size: int, where: str, folder: Path
         error = CollectiveError(f"rank {rank}: communication failed in {where}: {failed}; traceback: {written}")
     else:
         return None
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    leave_for_launcher(error)
+    report(error)
     return LostRank(FAILED)
 
 

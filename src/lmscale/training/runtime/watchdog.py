@@ -67,7 +67,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._stopped.wait(min(1.0, self.timeout_s / 10)):
             if launcher is not None and not launcher.is_alive():
-                print(f"error: rank {self.rank} ends because its launcher is gone", file=sys.stderr, flush=True)
+                print_error(f"rank {self.rank} ends because its launcher is gone")
                 os._exit(1)
             now = time.monotonic()
             if now - last > self.timeout_s / 2:
@@ -84,10 +84,9 @@ class Watchdog:
         )
         stacks = self._write_stacks()
         message += f"; stacks: {stacks}" if stacks is not None else ""
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        report(StalledError(message))
         if stacks is None:
             faulthandler.dump_traceback(sys.stderr)
-        leave_for_launcher(StalledError(message))
         os._exit(STALLED)
 
     def _write_stacks(self) -> Path | None:
@@ -107,8 +106,14 @@ class Watchdog:
         return path if written else None
 
 
-def leave_for_launcher(error: Exception) -> None:
-    """Keep an error that this rank has printed for the launcher, without the traceback of what led to it."""
+def print_error(message: object) -> None:
+    """Print the line of one rank in a single write, so that lines of ranks that end at the same time do not mix."""
+    print(f"error: {message}\n", end="", file=sys.stderr, flush=True)
+
+
+def report(error: Exception) -> None:
+    """Print an error, and keep it for the launcher without the traceback of what led to it."""
+    print_error(error)
     try:
         raise error from None
     except type(error):
