@@ -210,6 +210,9 @@ def test_parameters_and_parts_begin_where_a_kernel_reads_16_bytes_at_once(dp_siz
         ParallelContext(dp_size=dp_size, dp_rank=dp_size - 1, zero1=True),
     )
     for flat in (buffer.weights, buffer.flat):
-        tensors = [*(parameters if flat is buffer.weights else buffer.views), *buffer.part_views(buffer.own(flat))]
+        tensors = [
+            *(parameters if flat is buffer.weights else buffer.views.values()),
+            *buffer.part_views(buffer.own(flat)),
+        ]
         assert all((tensor.data_ptr() - flat.data_ptr()) % 16 == 0 for tensor in tensors)
     assert torch.equal(torch.cat(parameters), torch.ones(sum(sizes), 4, dtype=torch.bfloat16))  # none overlap

@@ -31,7 +31,7 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
     data ranks take data rank 0's.
 
     Args:
-        parameters: with `.shard` and, where they were used, `.grad`, which is changed in place.
+        parameters: with `.shard` and `.grad`, which is changed in place.
 
     Communicates:
         one all-reduce of all such gradients over the tensor group; if some are partial, and without `context.zero1`,
@@ -39,7 +39,7 @@ def sync_replicated_gradients(parameters: Iterable[nn.Parameter], context: Paral
 
     Source: Korthikanti et al. 2022, section 4.2.2, for the partial ones.
     """
-    replicated = [p for p in parameters if p.shard.replicated and p.grad is not None]
+    replicated = [p for p in parameters if p.shard.replicated]
     if context.tp_size == 1 or not replicated:
         return
     own = [p.grad if p.shard.grad_is_partial or context.tp_rank == 0 else torch.zeros_like(p.grad) for p in replicated]
@@ -60,8 +60,7 @@ def global_gradient_norm(
     they had. No host synchronization.
 
     Args:
-        parameters: with `.shard` and, where they were used, `.grad`; with `context.zero1` only this data rank's parts
-            of them.
+        parameters: with `.shard` and `.grad`; with `context.zero1` only this data rank's parts of them.
         device: of the gradients.
 
     Communicates:
@@ -96,9 +95,9 @@ def gradient_norms_of_parts(
 
 def _sums_of_squares(parameters: Iterable[nn.Parameter], context: ParallelContext, device: torch.device) -> Tensor:
     """This rank's terms of the sum over the ranks: its shards, and 1/p of the replicated part; fp64 [2]."""
-    used = [param for param in parameters if param.grad is not None]
-    sharded = [param.grad for param in used if not param.shard.replicated]
-    replicated = [param.grad for param in used if param.shard.replicated]
+    parameters = list(parameters)
+    sharded = [param.grad for param in parameters if not param.shard.replicated]
+    replicated = [param.grad for param in parameters if param.shard.replicated]
     # The replicated part is the same on every rank, so its mean over the ranks is itself.
     return torch.stack([_sum_of_squares(sharded, device), _sum_of_squares(replicated, device) / context.tp_size])
 

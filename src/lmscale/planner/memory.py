@@ -44,7 +44,6 @@ class MemoryEstimate:
             logits are freed by then.
         gradient_copy: the word embedding's gradient until it is in the optimizer's buffer.
         projection_gradient: of the word embedding from the loss, until that of the embedding is added.
-        early_gradients: gradients that exist before the backward pass begins.
         first_layer: activations of one layer, and the mask of the embedding: those left when the backward pass reaches
             the first layer.
         gradient_in_flight: gradients of the widest tensors of a layer.
@@ -59,7 +58,6 @@ class MemoryEstimate:
     recomputed_layer: int
     gradient_copy: int
     projection_gradient: int
-    early_gradients: int
     first_layer: int
     gradient_in_flight: int
     update: int
@@ -71,9 +69,9 @@ class MemoryEstimate:
         Between the layers activations are freed as gradients are added, so the peak is at one of the ends.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
-        at_end = self.early_gradients + self.activations + max(self.logits, last_layer)
-        at_start = self.gradients + self.gradient_copy + self.first_layer + self.gradient_in_flight
-        return self.weights + self.optimizer_state + max(at_end, at_start, self.gradients + self.update)
+        at_end = self.activations + max(self.logits, last_layer)
+        at_start = self.gradient_copy + self.first_layer + self.gradient_in_flight
+        return self.weights + self.optimizer_state + self.gradients + max(at_end, at_start, self.update)
 
 
 def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
@@ -104,9 +102,6 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     Logits: those of `rows_at_once` rows, overwritten by their gradient, and a temporary wide copy; with the gradient of
     the projection, summed in fp32 at least where there are several pieces (on a CPU more than two), and a piece's part.
 
-    Gradients exist before the last backward pass if a step has several micro-batches, or if they are summed in a
-    buffer: those of half types, and all on several data ranks. Others are allocated as activations are freed.
-
     Stage i of P keeps the activations of P - i micro-batches, with the hidden states that it has sent, b s h e each.
     Only the first has what belongs to the embedding, only the last what belongs to the loss.
 
@@ -134,24 +129,20 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
         Recompute.SELECTIVE: (layer, _core_bytes(job, layout)),
         Recompute.FULL: (input_bytes, layer - input_bytes),
     }[config.recompute]
-    gradients = num_parameters * job.wide_bytes
     embedding = config.padded_vocab_size // layout.tp_size * h * e if is_first or is_last else 0
     num_kept = min(layout.pp_size - stage, job.num_micro_batches(layout))
     moment = HALF_BYTES if job.half_moments else job.wide_bytes
-    has_buffer = job.has_buffer(layout)
-    has_copy = has_buffer or not is_first  # the last stage of several has a buffer for the copy
     is_widened = job.half_moments and job.on_gpu and not job.compiles
     widened = min(num_updated, UPDATED_AT_ONCE_ON_GPU) if is_widened else 0
     return MemoryEstimate(
         weights=num_parameters * e,
-        gradients=gradients,
+        gradients=num_parameters * job.wide_bytes,
         optimizer_state=num_updated * (2 * moment + (FP32_BYTES if is_half else 0)),
         activations=num_kept * (around + len(config.stages(layout.pp_size)[stage]) * kept),
         logits=_loss_bytes(job, layout) if is_last else 0,
         recomputed_layer=recomputed,
-        gradient_copy=embedding if has_copy else 0,
+        gradient_copy=embedding,
         projection_gradient=embedding if is_last else 0,
-        early_gradients=gradients if has_buffer or job.num_micro_batches(layout) > 1 else 0,
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(job, layout),
         update=int(MOMENT_TENSORS_IN_FLIGHT * widened * FP32_BYTES),

@@ -124,18 +124,15 @@ def _head(job: Workload, layout: Layout) -> list[Operation]:
 def _update(job: Workload, layout: Layout, stage: int) -> list[Operation]:
     """The gradient buffer, once per micro-batch, and the optimizer."""
     e, wide, parameters = job.weight_bytes, job.wide_bytes, rank_parameters(job.config, layout, stage)
-    n, num_added, found = sum(each.size for each in parameters), job.num_micro_batches(layout) - 1, []
-    if job.has_buffer(layout):
-        added = Operation("gradient buffer", "gradients", n * (e + wide), n * wide, len(parameters))
-        found.append(dataclasses.replace(added, read=n * e))  # the first micro-batch is copied, the others are added
-        if num_added:
-            found.append(times(num_added, added))
+    n, num_added = sum(each.size for each in parameters), job.num_micro_batches(layout) - 1
+    added = Operation("gradient buffer", "gradients", n * (e + wide), n * wide, len(parameters))
+    found = [dataclasses.replace(added, read=n * e)]  # the first micro-batch is copied, the others are added
+    if num_added:
+        found.append(times(num_added, added))
     n //= rank_buffer(job.config, layout, stage).num_cuts
     # Per parameter the norm reads the gradient; one kernel reads gradient, master and moments, and writes master,
-    # moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`). Without a buffer torch's kernel
-    # does, after the gradient was clipped in place.
-    clips = 0 if job.has_buffer(layout) else wide
+    # moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
     moments = 2 * (HALF_BYTES if job.half_moments else wide)
-    read, written = 3 * wide + moments + clips, wide + moments + clips + (e if e < FP32_BYTES else 0)
+    read, written = 3 * wide + moments, wide + moments + (e if e < FP32_BYTES else 0)
     launches = OPTIMIZER_LAUNCHES + -(-n // ELEMENTS_PER_LAUNCH)
     return [*found, Operation("AdamW", "optimizer", n * read, n * written, launches)]

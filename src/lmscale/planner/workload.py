@@ -84,10 +84,6 @@ class Workload:
         """Tokens of a rank outside the parallel region: b s, with sequence parallelism b s / p."""
         return self.tokens // layout.tp_size if layout.cuts_sequence else self.tokens
 
-    def has_buffer(self, layout: Layout) -> bool:
-        """Whether gradients are summed in a flat buffer, `needs_buffer` of `training/step`."""
-        return self.weight_bytes < FP32_BYTES or self.half_moments or layout.dp_size > 1
-
     def num_micro_batches(self, layout: Layout) -> int:
         """Forward passes of a rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * layout.dp_size)

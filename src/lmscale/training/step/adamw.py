@@ -25,13 +25,12 @@ def update_by_torch(
     """Update one parameter group by torch's fused AdamW, after clipping the gradients in place.
 
     Args:
-        group: of the optimizer: `params`, the masters, of which those with a gradient are updated; `lr`, `betas`,
-            `eps`, `weight_decay`.
+        group: of the optimizer: `params`, the masters with their gradients; `lr`, `betas`, `eps`, `weight_decay`.
         state: of the optimizer: `exp_avg` and `exp_avg_sq` per master.
         weights: the half-type weight of each master; empty if the masters are the weights.
         step: [5], see `DeviceCounters.advance`.
     """
-    masters = [master for master in group["params"] if master.grad is not None]
+    masters = group["params"]
     if not masters:
         return
     factor, finite, *_, number = step.unbind()

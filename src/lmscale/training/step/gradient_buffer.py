@@ -27,15 +27,6 @@ class Part(NamedTuple):
         return self.size == self.param.numel()
 
 
-def needs_buffer(dtype: torch.dtype, context: ParallelContext, rounds: bool = False) -> bool:
-    """Whether the gradients are summed in a `GradientBuffer`; otherwise autograd adds them to those of the parameters.
-
-    Half types would lose small gradients in sums of their own type; several data ranks reduce the buffer in pieces;
-    moments that are rounded (bf16) are updated by `OnePass`.
-    """
-    return dtype in (torch.float16, torch.bfloat16) or context.dp_size > 1 or context.zero1 or rounds
-
-
 class GradientBuffer:
     """One flat buffer that accumulates the gradients during the backward pass, in fp32 at least.
 
@@ -54,7 +45,7 @@ class GradientBuffer:
 
     Attributes:
         flat: the gradients.
-        names, views: of each parameter, and its gradient as a view.
+        views: the gradient of each parameter by its name.
         weights: the parameters, in the same order.
         width: see `BufferPlan`.
         parts: what this rank updates, in the model's order.
@@ -64,7 +55,7 @@ class GradientBuffer:
         self, named: dict[str, nn.Parameter], context: ParallelContext, held: nn.Parameter | None = None
     ) -> None:
         self.context, self._held = context, held
-        self.names, parameters = list(named), list(named.values())
+        parameters = list(named.values())
         sizes, row_lengths = [p.numel() for p in parameters], [p.shape[-1] for p in parameters if p.ndim > 1]
         plan = plan_buffer(sizes, row_lengths, context.dp_size if context.zero1 else 1)
         self.width, num, size = plan.width, plan.num_pieces, plan.piece_size
@@ -73,13 +64,13 @@ class GradientBuffer:
         accumulation_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.flat = torch.zeros(num * size, dtype=accumulation_dtype, device=parameters[0].device)
         self.weights = torch.zeros_like(self.flat, dtype=parameters[0].dtype)
-        self.views, self.parts = [], []
-        for index, (param, start) in enumerate(zip(parameters, plan.starts, strict=True)):
+        self.views, self.parts = {}, []
+        for index, ((name, param), start) in enumerate(zip(named.items(), plan.starts, strict=True)):
             place = slice(start, start + param.numel())
-            self.views.append(self.flat[place].view_as(param))
+            view = self.views[name] = self.flat[place].view_as(param)
             param.data = self.weights[place].view_as(param).copy_(param.detach())
-            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index))
-            self.parts += self._parts_of(self.names[index], param, place)
+            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index, view))
+            self.parts += self._parts_of(name, param, place)
         self._has_gradient = [False] * len(parameters)
         self._pieces = self.flat.view(num, size)[: num if context.dp_size > 1 else 0]
         self._firsts = [sum(start >= (i + 1) * size for start in plan.starts) for i in range(num)]
@@ -100,14 +91,13 @@ class GradientBuffer:
         self._final_from = len(self.views)  # all parameters from this one on are final
         self._num_sent, self._begun = 0, []  # pieces; sums not waited for
 
-    @torch.no_grad()
-    def _move_gradient(self, index: int, param: nn.Parameter) -> None:
+    def _move_gradient(self, index: int, view: Tensor, param: nn.Parameter) -> None:
         """Copy the gradient of the first micro-batch, so that the buffer need not be zeroed; add the others."""
         assert not self._is_final[index], "a gradient arrived after its piece may have been reduced"
         if self._has_gradient[index]:
-            self.views[index].add_(param.grad)
+            view.add_(param.grad)
         else:
-            self.views[index].copy_(param.grad)
+            view.copy_(param.grad)
         self._has_gradient[index] = True
         param.grad = None
         if self._in_last_backward and param is not self._held:
@@ -142,9 +132,9 @@ class GradientBuffer:
 
     def complete(self) -> None:
         """After the last micro-batch: set the gradients of unused parameters to zero."""
-        for index, has_one in enumerate(self._has_gradient):
-            if not has_one:
-                self.views[index].zero_()
+        for index, view in enumerate(self.views.values()):
+            if not self._has_gradient[index]:
+                view.zero_()
                 self._has_gradient[index] = True
 
     def start_grad_sync(self) -> None:

@@ -17,7 +17,7 @@ class OptimizerState:
     """The part of `MixedPrecisionAdamW` that checkpoints read and write; see there for the attributes."""
 
     context: ParallelContext
-    buffer: GradientBuffer | None
+    buffer: GradientBuffer
     names: list[str]
     masters: list[Tensor]
     own: dict[str, Tensor]
@@ -54,7 +54,7 @@ class OptimizerState:
         for kind, dtype in self.kinds.items():
             self.buffer.own(self.buffer.flat).copy_(self.own[kind])
             self.buffer.gather(self.buffer.flat)
-            for name, view in zip(self.buffer.names, self.buffer.views, strict=True):
+            for name, view in self.buffer.views.items():
                 if (key := f"{kind}/{name}") in keys:
                     found[key] = view.to("cpu", dtype, copy=True)
         return found
@@ -90,6 +90,6 @@ class OptimizerState:
             return
         own = self.buffer.own(self.buffer.flat)  # in the place of the gradients
         own.copy_(self.own[kind])  # `read_into` may leave some as they are
-        for name, view in zip(self.buffer.names, self.buffer.views, strict=True):
+        for name, view in self.buffer.views.items():
             read_into(f"{kind}/{name}", view)
         self.own[kind].copy_(own)
