@@ -37,7 +37,7 @@ def run_pipeline(
     progress: Callable[[str], None],
     context: ParallelContext,
 ) -> None:
-    """Run this stage's forward and backward passes of a step in the order 1F1B.
+    """Run this stage's forward and backward passes of a step in the order 1F1B; a single stage runs them in turn.
 
     Args:
         forward: takes the number of a micro-batch in the step, from 0, the micro-batch, and the hidden states of the

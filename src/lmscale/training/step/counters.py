@@ -109,7 +109,7 @@ class DeviceCounters:
         return self.known
 
     def load(self, counters: dict[str, Any]) -> None:
-        """Continue with the counters of a checkpoint (`OptimizerState.state_dict`)."""
+        """Continue with the counters of a checkpoint (`MixedPrecisionAdamW.state_dict`)."""
         if not self.dynamic or counters["loss_scale"] is None:  # only fp16's loss scale has a state
             counters = {key: value for key, value in counters.items() if not key.startswith("loss_scale")}
         self.known, self._copied = self.known._replace(**counters), None

@@ -1,6 +1,6 @@
 """AdamW with fp32 master weights, a dynamic loss scale and clipping by the norm of the whole model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from ...parallel.pipeline import add_to_owner, copy_from_owner, gather_from_stag
 from .adamw import OnePass, update_by_torch
 from .counters import DeviceCounters
 from .gradient_buffer import GradientBuffer
-from .optimizer_state import MOMENTS, OptimizerState
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
+class MixedPrecisionAdamW(torch.optim.Optimizer):
     """AdamW over one rank's shard: unscale, agree on overflow, clip by the global norm, update fp32 masters, copy back.
 
     Parameters of half types have an fp32 master; fp32 and fp64 parameters are their own masters. A `GradientBuffer`
@@ -156,3 +157,67 @@ class MixedPrecisionAdamW(OptimizerState, torch.optim.Optimizer):
         if self.tied is not None:
             copy_from_owner(self.tied.detach(), self.context)
         self.counters.publish()
+
+    @property
+    def kinds(self) -> dict[str, torch.dtype]:
+        """The kinds of tensors that a checkpoint has, and their types: moments only after the first update."""
+        return self.dtypes if self.counters.read().num_updates else {"model": self.dtypes["model"]}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights and moments of `names` by checkpoint key, `model/<name>`, `exp_avg/<name>`, `exp_avg_sq/<name>`:
+        shards, not copies. For half types the weights are the fp32 masters.
+        """
+        return {
+            f"{kind}/{name}": master.detach() if kind == "model" else self.state[master][kind]
+            for name, master in zip(self.names, self.masters, strict=True)
+            for kind in self.kinds
+        }
+
+    @torch.no_grad()
+    def whole_tensors(self, keys: Container[str]) -> dict[str, Tensor]:
+        """`tensors` of whole parameters: with ZeRO-1 copies in host memory of those in `keys`, else all.
+
+        Communicates:
+            with ZeRO-1 as `GradientBuffer.gather` for each kind, in the place of the gradients.
+        """
+        if not self.context.zero1:
+            return self.tensors()
+        found = {}
+        for kind, dtype in self.kinds.items():
+            self.buffer.own(self.buffer.flat).copy_(self.own[kind])
+            self.buffer.gather(self.buffer.flat)
+            for name, view in self.buffer.views.items():
+                if (key := f"{kind}/{name}") in keys:
+                    found[key] = view.to("cpu", dtype, copy=True)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters, which a checkpoint has besides the tensors."""
+        counters = self.counters.read()._asdict()
+        del counters["grad_norm"]
+        return counters if self.counters.dynamic else counters | {"loss_scale": None}
+
+    @torch.no_grad()
+    def load_masters(self, read_into: Callable[[str, Tensor], None]) -> None:
+        """Load the fp32 masters of half-type parameters from a checkpoint.
+
+        Args:
+            read_into: fills a tensor with this rank's shard of the logical tensor of a checkpoint key.
+        """
+        if self.holds_masters:
+            self._load("model", read_into)
+
+    @torch.no_grad()
+    def load_moments(self, counters: dict[str, Any], read_into: Callable[[str, Tensor], None]) -> None:
+        """Load the moments in place, and the counters of `state_dict`."""
+        self.counters.load(counters)
+        if counters["num_updates"]:
+            for kind in MOMENTS:
+                self._load(kind, read_into)
+
+    def _load(self, kind: str, read_into: Callable[[str, Tensor], None]) -> None:
+        own = self.buffer.own(self.buffer.flat)  # in the place of the gradients
+        own.copy_(self.own[kind])  # `read_into` may leave some as they are
+        for name, view in self.buffer.views.items():
+            read_into(f"{kind}/{name}", view)
+        self.own[kind].copy_(own)

@@ -17,7 +17,6 @@ from ...parallel.data_collectives import sum_over_data_ranks
 from ...parallel.pipeline import run_forward, run_pipeline, sum_over_stages
 from .learning_rate import UpdateSchedule
 from .optimizer import MixedPrecisionAdamW
-from .schedule import run_micro_batches
 
 # Of weights and activations; with fp8 they are bf16, and matrix products are in float8 (`Kernels.float8`).
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -116,7 +115,7 @@ class TrainingModule(L.LightningModule, ABC):
         denominators = self._denominators(batch)
         self.step_terms = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
 
-        def forward(index: int, micro_batch: MicroBatch, received: Tensor | None = None) -> Tensor:
+        def forward(index: int, micro_batch: MicroBatch, received: Tensor | None) -> Tensor:
             self.progress(f"forward pass of micro-batch {index + 1}")
             seed_rank_generator(self.seed, step, index, self.dropout_rank, parallel.tp_rank, parallel.pp_rank)
             sums = self.compute(micro_batch, received, self.dropout_keys(micro_batch))
@@ -126,17 +125,14 @@ class TrainingModule(L.LightningModule, ABC):
             self.step_terms += terms.detach().double()
             return terms.sum()
 
-        def backward(index: int, output: Tensor, gradient: Tensor | None = None) -> None:
+        def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
             self.progress(f"backward pass of micro-batch {index + 1}")
             scaled = output * optimizer.counters.loss_scale if gradient is None else output
             scaled.backward(gradient)
 
-        if parallel.pp_size == 1:
-            run_micro_batches(batch, forward, backward, optimizer.start_grad_sync)
-        else:
-            calls = forward, backward, optimizer.start_grad_sync
-            run_pipeline(batch, *calls, self.empty_hidden_states, self.progress, parallel)
-            sum_over_stages(self.step_terms, parallel)
+        calls = forward, backward, optimizer.start_grad_sync
+        run_pipeline(batch, *calls, self.empty_hidden_states, self.progress, parallel)
+        sum_over_stages(self.step_terms, parallel)
         self.progress("sum of the gradients over the data ranks")
         optimizer.reduce_gradients()
         optimizer.counters.read()  # of the last step, which has long ended on the device
