@@ -13,7 +13,9 @@ from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
 from ..training.accelerator import resolve_accelerator, set_allocator
+from ..training.fit import state_bytes
 from ..training.metrics_file import MetricsFile
+from ..training.runtime.device_memory import check_free_memory
 from ..training.runtime.exit_codes import DONE
 from ..training.runtime.run_lock import check_not_in_use
 from ..training.runtime.session import RankSession, new_trainer, run_on_this_rank
@@ -111,10 +113,13 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     """Finetune and score in a locked run folder, with the process group started; returns the exit code.
 
     Raises:
+        DeviceMemoryError: the weights and the optimizer do not fit into the free memory of a GPU.
         CheckpointError: the run folder cannot be used or is not shared, or, after the record has been written, the
             checkpoint could not be; the same on all ranks.
     """
     trainer, strategy, folder, run = session.trainer, session.strategy, session.folder, job.run
+    if job.on_gpu and features is not None:
+        check_free_memory(state_bytes(run, job.start.config, job.layout), strategy)
     problem = strategy.first_error(prepare_folder(job, folder) if session.is_first else None)
     if problem is not None:
         raise CheckpointError(problem)

@@ -4,7 +4,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import Layout, Recompute
+from ..config import Layout, Recompute, TransformerConfig
+from ..config.finetune import FinetuneConfig
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
@@ -171,6 +172,13 @@ def check_copies(key: str, workload: Workload, layout: Layout, world: World | No
             f"`{key}` must be false where the host, with {there / GIB:.1f} GiB free, cannot hold {copies:,} "
             f"bytes ({copies / GIB:.1f} GiB) more for each of its {ranks} rank(s), but is true"
         )
+
+
+def state_bytes(run: FinetuneConfig, model: TransformerConfig, layout: Layout) -> int:
+    """Memory of a rank's weights, gradients and optimizer, without the head of the task."""
+    sizes = run.micro_batch_size, run.global_batch_size, run.task.max_seq_length, run.precision.dtype
+    needed = estimate_memory(Workload(model, *sizes, half_moments=run.optimizer.moments == "bf16"), layout)
+    return needed.weights + needed.gradients + needed.optimizer_state
 
 
 def device_memory(on_gpu: bool) -> int:

@@ -41,7 +41,7 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
         problem = (
             f"the memory a rank needs must be at most what is free on its GPU once its process groups exist, but rank "
             f"{strategy.global_rank} needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
-            "free; end other processes on this GPU, or see model.recompute, micro_batch_size and parallel.tp_size"
+            "free; end other processes on this GPU, or see parallel.tp_size, micro_batch_size and recomputation"
         )
     problem = strategy.first_error(problem)
     if problem is not None:
