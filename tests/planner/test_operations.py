@@ -48,7 +48,7 @@ def test_a_fused_core_is_not_recomputed_selectively() -> None:
     [
         ("bf16", False, 6 + 10 + 10, 8 + 4 + 8, 4 + 8 + 2),  # the first micro-batch is copied, two are added
         ("fp16", True, 6 + 10 + 10, 8 + 4 + 4, 4 + 4 + 2),
-        ("fp32", False, 0, 8 + 4 + 8 + 4, 4 + 8 + 4),  # clipped in place
+        ("fp32", False, 8 + 12 + 12, 8 + 4 + 8, 4 + 8),
         ("fp32", True, 8 + 12 + 12, 8 + 4 + 4, 4 + 4),
         ("fp64", True, 16 + 24 + 24, 16 + 8 + 4, 8 + 4),
     ],
