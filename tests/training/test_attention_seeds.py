@@ -51,7 +51,7 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234, stag
         torch.random.fork_rng(),
         mock.patch(f"{STEP}.sum_over_data_ranks", lambda x, _: x),
         mock.patch(f"{STEP}.sum_over_stages", lambda x, _: x),
-        mock.patch(f"{STEP}.run_pipeline", lambda batch, forward, *_: [forward(*each) for each in enumerate(batch)]),
+        mock.patch(f"{STEP}.run_pipeline", lambda batch, forward, *_: [forward(*x, None) for x in enumerate(batch)]),
     ):
         for step in range(STEPS):
             module.on_load_checkpoint({"global_step": step})
