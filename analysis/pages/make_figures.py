@@ -3,8 +3,8 @@
     python analysis/pages/make_figures.py                 # outputs/figures/, whose README.md has findings and captions
     python analysis/pages/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
 
-Figures 1 and 5 with the paper's and the cost model's bars; Figure 6, scaled down (`analysis/model_size/`); Figure 7 as
-a controlled experiment (`analysis/norm_order/`); Table 5, scaled down. To add a figure, add its name, caption and
+Figures 1 and 5 with the paper's and the cost model's bars; the scaling study (`analysis/scaling_law/`); Figure 7 as a
+controlled experiment (`analysis/norm_order/`); Table 5, scaled down. To add a figure, add its name, caption and
 drawing to `figures`.
 """
 
@@ -26,7 +26,6 @@ from matplotlib.patches import Rectangle
 from analysis.coordinate_check.figure import draw_powers
 from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
-from analysis.model_size.figure import draw_laws, draw_model_sizes
 from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
 from analysis.norm_order.decide import study_cells
 from analysis.norm_order.figure import draw_failures, draw_loss_curves, draw_true_widths
@@ -43,6 +42,9 @@ from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
 from analysis.scaling.tables import figure_1_rows, figure_5_rows
+from analysis.scaling_law.cells import tabulate
+from analysis.scaling_law.decide import recorded_laws
+from analysis.scaling_law.figure import study_figures
 
 ROOT = Path(__file__).resolve().parents[2]
 MIDDLE = 500  # step of the norm-order study's runs
@@ -72,18 +74,10 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
             draw_figure_5(figure_5_rows(cluster)),
         ),
     }
-    if "model_size.json" in records:
-        record = records["model_size.json"]
-        found |= {
-            "model_size": (
-                "Figure 6, scaled down. Validation perplexity of GPTs of six sizes, mean over the seeds",
-                draw_model_sizes(record),
-            ),
-            "model_size_laws": (
-                "Loss against size, scaled down. Bars span the seeds; lines are power laws with the 95 % interval of b",
-                draw_laws(record),
-            ),
-        }
+    runs = {name: record for name, record in records.items() if name.startswith("scaling_law/")}
+    if "scaling_law.json" in records and runs:
+        laws = recorded_laws(records["scaling_law.json"])
+        found |= {f"scaling_law_{name}": each for name, each in study_figures(tabulate(runs), laws).items()}
     if "finetune_small.json" in records:
         found["downstream"] = (
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",

@@ -21,6 +21,7 @@ import pandas as pd
 from scipy import stats
 
 from analysis.norm_order.decide import LEVEL, holm
+from analysis.report.records import metrics_table
 from analysis.report.style import prepare_figure
 from analysis.scaling_law import law, run
 from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
@@ -31,7 +32,7 @@ from lmscale.results import new_record, write_record
 NUM_RESAMPLES = 1000
 WITHIN = 1.0  # octaves: a best rate that moves less stays
 UNITS = dict.fromkeys(("shift", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
-UNITS |= dict.fromkeys(("penalty", "sensitivity_mean", "sensitivity_low", "sensitivity_high"), "nats")
+UNITS |= dict.fromkeys(("penalty", "gain", "sensitivity_mean", "sensitivity_low", "sensitivity_high"), "nats")
 
 
 def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
@@ -171,6 +172,14 @@ def summarize(cells: pd.DataFrame, tables: Iterable[pd.DataFrame], complete: dic
     return new_record("scaling_law", "scaled_down", config, 1, metrics, device="cpu", layout=layout)
 
 
+def recorded_laws(record: dict[str, Any]) -> pd.DataFrame:
+    """The laws of a record of `summarize`: one row per count, the columns of `laws`."""
+    values = metrics_table(record)["value"]
+    values = values[values.index.str.count("/") > 1]
+    values.index = values.index.str.extract("/(.+)/(.+)").set_index([0, 1]).index
+    return values.unstack().astype(float)
+
+
 def main() -> int:
     """Print the tables; for the study also decide its tests and write its summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -189,13 +198,13 @@ def main() -> int:
     complete = {group["name"]: run.is_complete(group, run.RECORDS) for group in run.read_groups()}
     found = laws(cells, NUM_RESAMPLES) if options.paths else study_laws(cells, complete)
     tables = {
-        "Best rate of sizes with three rates at least, in octaves from that of the smallest size, and the loss by "
-        "which keeping that one is worse": transfer(cells),
+        "Best rate of sizes with three rates at least, in octaves from that of the smallest size (none: at an end of "
+        "the rates), the loss by which keeping that one is worse, and the gain by the size": transfer(cells),
         "Mean loss above the best, over rates from 1/8 to 8 times the best": sensitivity(cells),
         "L = E + A N^-alpha + B D^-beta": found,
     }
     for title, table in (*tables.items(), ("Published exponents of the best N in compute", law.PUBLISHED)):
-        shown = table.to_string(float_format="{:.3f}".format, na_rep="at an end") if len(table) else "too few runs"
+        shown = table.to_string(float_format="{:.3f}".format, na_rep="none") if len(table) else "too few runs"
         print(f"\n{title}\n{shown}")
     if options.figure is not None:
         draw_rates(cells, "Validation loss over the peak learning rate").savefig(options.figure)

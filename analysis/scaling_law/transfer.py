@@ -83,7 +83,8 @@ def transfer(cells: pd.DataFrame) -> pd.DataFrame:
         indexed by `CONDITION`: `shift` (octaves, mean over seeds; nan where a seed has none); `low` and `high`, its
         95 % interval, whose standard deviation is pooled over the conditions of its family and placement, those that
         differ from the reference in depth apart from the others; `penalty` (nats): mean loss at the reference's best
-        rate of the grid minus the lowest mean loss; nan where a best rate is at an end, or that rate has not run.
+        rate of the grid minus the lowest mean loss; nan where a best rate is at an end, or that rate has not run;
+        `gain` (nats): lowest mean loss of the reference minus that of the condition.
     """
     moved, compared = shifts(cells), references(cells)
     means = {condition: mean_losses(runs) for condition, runs in cells.groupby(CONDITION)}
@@ -95,7 +96,7 @@ def transfer(cells: pd.DataFrame) -> pd.DataFrame:
         spread, freedom = pooled(moved[[other == group for other in groups]])
         half = stats.t.ppf(0.975, freedom) * spread / math.sqrt(len(shift)) if freedom else math.nan
         mean = shift.mean(skipna=False)
-        kept, own = means[compared[condition]].idxmin(), means[condition]
-        penalty = math.nan if math.isnan(mean) else own.get(kept, math.nan) - own.min()
-        rows.append((mean, mean - half, mean + half, penalty))
-    return pd.DataFrame(rows, index=moved.index, columns=["shift", "low", "high", "penalty"])
+        reference, own = means[compared[condition]], means[condition]
+        penalty = math.nan if math.isnan(mean) else own.get(reference.idxmin(), math.nan) - own.min()
+        rows.append((mean, mean - half, mean + half, penalty, reference.min() - own.min()))
+    return pd.DataFrame(rows, index=moved.index, columns=["shift", "low", "high", "penalty", "gain"])

@@ -138,13 +138,13 @@ def test_the_small_studies_fill_figures_6_and_7() -> None:
         for state, value in zip(("learned", "stuck", "diverged"), values, strict=True):
             study["metrics"][f"{place}/{state}"] = {"value": value, "unit": "cells at the chosen rate"}
         study["metrics"][place.replace("/post", "/lr_post")] = {"value": 0.003, "unit": "1"}
-    sizes = made_record("scaled_down", "parameters/plain/b", 0.0625, "1")
-    rows = ledger(context({"norm_order.json": study, "model_size.json": sizes})).set_index("id")
+    sizes = made_record("scaled_down", "gpt_pre_mup_4x256/gain", 0.0625, "nats")
+    rows = ledger(context({"norm_order.json": study, "scaling_law.json": sizes})).set_index("id")
     assert rows.loc["figure_7/bert_336m/post", "ours"] == "3 learned: 4.875 nats/masked token"
     assert rows.loc["figure_7/bert_752m/post", "ours"] == "1 learned, 2 diverged"  # there is no mean of diverged runs
     assert rows.loc["figure_7/bert_752m/post", "from"].endswith("of a small BERT of 24 layers, learning rate 0.003")
     assert rows.loc["figure_7/bert_752m/pre", "evidence"] == "not run"  # the study has no such cell
-    assert rows.loc["figure_6/trend", "ours"] == "0.0625 (exponent b of loss = a x parameters^-b)"
+    assert rows.loc["figure_6/trend", "ours"] == "0.0625 (nats by which width 256 is better than 64)"
 
 
 def test_small_measurements_are_listed_only_for_the_smallest_model(rows) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import sys
+from collections import defaultdict
 
 import numpy as np
 import pandas as pd
@@ -11,11 +12,13 @@ import pytest
 import warm
 from composed import composed_run
 from entry_points import environment
+from omegaconf import OmegaConf
 
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT
 from analysis.scaling_law import decide, figure, law, run, transfer
 from analysis.scaling_law.cells import read_runs, tabulate
+from lmscale.cli.conf_files import look_up
 
 TRUTH = law.Surface(1.8, 400.0, 4000.0, 0.34, 0.37)
 SIZES, TOKENS, NUM_SEEDS = (3e4, 1e5, 2.5e5, 7e5, 1.5e6), (2.5e5, 5e5, 1e6), 3
@@ -107,8 +110,10 @@ def test_shifts_are_those_of_the_curves_and_the_base_stands_for_every_parametriz
 
 def test_the_penalty_is_that_of_the_references_best_rate_on_the_grid() -> None:
     cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -10.0})
-    (penalty,) = transfer.transfer(cells)["penalty"]
+    ((penalty, gain),) = transfer.transfer(cells)[["penalty", "gain"]].to_numpy()
     assert penalty == pytest.approx(0.05 * 2.0**2, abs=0.03)
+    lowest = cells.groupby(["hidden_size", "lr"])["loss"].mean().groupby("hidden_size").min()
+    assert gain == pytest.approx(lowest[64] - lowest[256])
 
 
 def test_a_rate_at_which_a_seed_diverged_is_not_the_best() -> None:
@@ -187,6 +192,45 @@ def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> Non
     assert [[text.get_text() for text in axis.get_legend().get_texts()] for axis in panels] == [
         *(["64", "256"], ["64", "256"], ["4", "16"])
     ]
+
+
+def test_the_figures_of_the_study_show_their_tables() -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0, ("mup", 4, 256): -8.1})
+    (axis,) = figure.draw_shifts(transfer.transfer(cells), "finding").axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == [
+        *("gpt, pre, standard, 4 x 256", "gpt, pre, mup, 4 x 256")
+    ]
+    placements = [cells.assign(norm_order=order, qk_norm=qk) for order in ("pre", "post") for qk in (False, True)]
+    (axis,) = figure.draw_sensitivity(pd.concat(placements).assign(unigram=4.1), "finding").axes
+    names = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert names == ["pre", "pre, QK-norm", "post", "post, QK-norm"]
+    assert max(np.max(line.get_ydata()) for line in axis.get_lines()) == pytest.approx(4.1)
+    n, d, losses = drawn(0.003)
+    arm = dict(zip(decide.ARM, ("gpt", "pre", False, "mup"), strict=True))
+    runs = pd.DataFrame(arm | {"parameters": n, "tokens": d, "loss": losses, "num_layers": 4, "hidden_size": n})
+    runs = runs.assign(lr=0.008, without_embeddings=n / 2, flops=7 * n * d)
+    (axis,) = figure.draw_law(runs, "finding").axes
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == [
+        *("0.25 M tokens", "0.50 M tokens", "1.00 M tokens")
+    ]
+    table = decide.laws(runs, num_resamples=20)
+    record = decide.summarize(cells.assign(train_time=1.0), [pd.DataFrame()] * 2 + [table], defaultdict(bool))
+    recorded = decide.recorded_laws(record)
+    assert recorded.loc["FLOPs / 6 tokens"].to_dict() == pytest.approx(
+        table.iloc[2].astype(float).to_dict(), nan_ok=True
+    )
+    (axis,) = figure.draw_exponents(table, "finding").axes
+    names = [label.get_text() for label in axis.get_yticklabels()]
+    assert names[:3] == ["ours, parameters", "ours, without embeddings", "ours, FLOPs / 6 tokens"]
+    assert table["exponent"].between(table["exponent_low"], table["exponent_high"]).all() and "Kaplan" in names[3]
+
+
+def test_a_width_without_its_number_of_heads_is_refused() -> None:
+    config = OmegaConf.create({"model": {"hidden_size": 64}})
+    assert look_up("model.hidden_size", {32: 2, 64: 4}, _root_=config) == 4
+    config.model.hidden_size = 50
+    with pytest.raises(ValueError, match="`model.hidden_size` must be one of 32, 64, but is 50"):
+        look_up("model.hidden_size", {32: 2, 64: 4}, _root_=config)
 
 
 def test_planned_cells_have_the_folders_of_the_sweep() -> None:
@@ -277,7 +321,7 @@ def test_your_own_runs_are_read_from_their_folders_and_must_agree(tmp_path, monk
     assert (cells["parameters"] > cells["without_embeddings"]).all() and cells["loss"].between(5, 7).all()
     assert cells["unigram"].between(3, 7).all()
     monkeypatch.setattr(sys, "argv", ["decide.py", str(tmp_path / "sweep"), "--figure", str(tmp_path / "rates.png")])
-    assert decide.main() == 0 and "keeping that one is worse\ntoo few runs" in capsys.readouterr().out  # one rate
+    assert decide.main() == 0 and "the gain by the size\ntoo few runs" in capsys.readouterr().out  # one rate
     assert (tmp_path / "rates.png").stat().st_size > 10_000
     other = json.loads(json.dumps(runs))
     other["other"] = next(iter(runs.values())) | {

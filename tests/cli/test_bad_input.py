@@ -44,7 +44,7 @@ BAD = {
     "unknown data": (["data=webtext"], "`data` must be one of embedded, huggingface, indexed, local, but is 'webtext'"),
     "a sweep of finetuning": (
         ["sweep=finetune_search"],
-        "`sweep` must be one of model_size, norm_order, scaling, but is",
+        "`sweep` must be one of norm_order, scaling, but is",
     ),
     "unknown key": (["trainer.max_stps=3"], "key or group of the configuration; did you mean `trainer.max_steps`?"),
     "a key of Lightning's": (["trainer.devices=2"], "; `parallel.tp_size` and `parallel.dp_size` say that here"),

@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 MAKE_FIGURES = FOLDER.parent / "analysis" / "pages" / "make_figures.py"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-STORIES = NOTEBOOKS[:-1]  # of the paper; the last one shows the user's runs
+STORIES = [path for path in NOTEBOOKS if path.stem != "06_your_runs"]
 FASTEST = "01_parameter_counts"
 WITHOUT_DRAWING = ("text/html", "text/plain")
 
@@ -75,4 +75,5 @@ def test_all_notebooks_exist() -> None:
         "04_norm_order",
         "05_downstream",
         "06_your_runs",
+        "07_scaling_laws",
     ]
