@@ -93,10 +93,9 @@ def main(guard: str, case: dict) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             optimizer.zero_grad()
-            for index, param in enumerate(parameters):
+            for index, (param, view) in enumerate(zip(parameters, optimizer.buffer.views.values(), strict=True)):
                 param.grad = torch.empty_like(param)
-                if optimizer.buffer is not None:
-                    optimizer.buffer._move_gradient(index, param)
+                optimizer.buffer._move_gradient(index, view, param)
 
         graphs = []
         for lr in (1e-4, 2e-4):
