@@ -66,7 +66,7 @@ class MemoryEstimate:
     def total(self) -> int:
         """Peak bytes: in the backward pass of the loss, of the last layer or of the first, or in the update.
 
-        Between the layers activations are freed as gradients are added, so the peak is at one of the ends.
+        Between the layers activations are freed, so the peak is at one of the ends.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.activations + max(self.logits, last_layer)
