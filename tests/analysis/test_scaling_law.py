@@ -225,6 +225,19 @@ def test_the_figures_of_the_study_show_their_tables() -> None:
     assert table["exponent"].between(table["exponent_low"], table["exponent_high"]).all() and "Kaplan" in names[3]
 
 
+def test_the_committed_summary_follows_from_the_committed_runs() -> None:
+    committed = json.loads(run.RECORDS.with_suffix(".json").read_text())
+    cells, complete = tabulate(read_runs([run.RECORDS])), committed["config"]["complete"]
+    assert complete == {group["name"]: run.is_complete(group, run.RECORDS) for group in run.read_groups()}
+    of_law = cells[(cells["parametrization"] == "mup") & (cells["tokens"] != figure.STEPS_TOKENS)]
+    law = decide.laws(of_law, num_resamples=2)[["alpha", "beta", "lack_of_fit"]]
+    again = decide.summarize(cells, (transfer.transfer(cells), decide.sensitivity(cells), law), complete)
+    assert again["config"] == committed["config"]
+    values = {name: entry["value"] for name, entry in again["metrics"].items()}
+    expected = {name: committed["metrics"][name]["value"] for name in values}
+    assert values == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
 def test_a_width_without_its_number_of_heads_is_refused() -> None:
     config = OmegaConf.create({"model": {"hidden_size": 64}})
     assert look_up("model.hidden_size", {32: 2, 64: 4}, _root_=config) == 4
