@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 STEP = {factor: values[-1] for factor, values in FACTORS.items()}
 IN_STEPS = {
     "sites on the host": "add mixes devices in models/transformer.py:",
-    "loss checked by the host": "the host waits for _local_scalar_dense in training/step/training_module.py:",
+    "loss checked by the host": "the host waits for _local_scalar_dense in training/module.py:",
 }
 ON_THE_LAST_RANK = LAYERS_IN_CI[3]  # with exact attention, whose mask begins at the row of the rank's first head
 IN_CODE = {
