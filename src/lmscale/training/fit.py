@@ -174,11 +174,10 @@ def check_copies(key: str, workload: Workload, layout: Layout, world: World | No
         )
 
 
-def state_bytes(run: FinetuneConfig, model: TransformerConfig, layout: Layout) -> int:
-    """Memory of a rank's weights, gradients and optimizer, without the head of the task."""
+def finetuning_workload(run: FinetuneConfig, model: TransformerConfig, on_gpu: bool) -> Workload:
+    """The work of finetuning a model, with the head of its pretraining in place of the task's, which is smaller."""
     sizes = run.micro_batch_size, run.global_batch_size, run.task.max_seq_length, run.precision.dtype
-    needed = estimate_memory(Workload(model, *sizes, half_moments=run.optimizer.moments == "bf16"), layout)
-    return needed.weights + needed.gradients + needed.optimizer_state
+    return Workload(model, *sizes, half_moments=run.optimizer.moments == "bf16", on_gpu=on_gpu)
 
 
 def device_memory(on_gpu: bool) -> int:
