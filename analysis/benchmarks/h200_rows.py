@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
+from lmscale.planner.memory import GIB, GPU_RESERVED_GIB
 from lmscale.results import checked_metric, new_record, write_record
 
 # What the measurements import, ours last: each brings in what it needs itself.
@@ -38,6 +39,7 @@ IMPORTS = (
 PHASES = {f"time/{phase}_s": f"train/{phase}" for phase in ("step", "forward", "backward", "optimizer")}
 PEAK = "train/memory_peak"
 FORECASTS = Path(__file__).parent / "records"
+PLAN_ERROR = 0.03  # of the planned bytes of a rank's tensors
 LAST_STEPS = 50  # of a curve, whose mean stands for where the run has come to
 
 
@@ -59,12 +61,24 @@ def forecast_of(record: Path, metric: str) -> str:
 
 
 def times(record: Path) -> str:
-    """The step of a kept run, its phases and its memory, each with its forecast."""
-    found = {name: entry for name, entry in read(record)["metrics"].items() if name in (*PHASES.values(), PEAK)}
-    return "\n".join(
+    """The step of a kept run, its phases and its memory, each with its forecast; on a GPU whether the plan held."""
+    metrics = read(record)["metrics"]
+    rows = [
         f"{record.stem + ' ' + name:<55} {entry['value']:.4g} {entry['unit']}{forecast_of(record, name)}"
-        for name, entry in found.items()
-    )
+        for name, entry in metrics.items()
+        if name in (*PHASES.values(), PEAK)
+    ]
+    if "gpu_memory/planned" in metrics:
+        names = ("planned", "peak_allocated", "peak_reserved", "context")
+        planned, allocated, reserved, context = (metrics[f"gpu_memory/{name}"]["value"] for name in names)
+        error, beyond = allocated / planned - 1, (reserved + context - planned) / GIB
+        for name, found, required, is_reached in (
+            ("tensors against the plan", f"{100 * error:+.1f} %", "within 3 %", abs(error) <= PLAN_ERROR),
+            ("beyond the plan", f"{beyond:.2f} GiB", f"at most {GPU_RESERVED_GIB:g}", beyond <= GPU_RESERVED_GIB),
+        ):
+            verdict = "reached" if is_reached else "NOT REACHED"
+            rows.append(f"{record.stem + ' memory ' + name:<55} {found} (required: {required})  {verdict}")
+    return "\n".join(rows)
 
 
 def scaling(path: Path, records: list[Path]) -> str:

@@ -129,6 +129,16 @@ def test_a_row_has_the_forecast_of_its_card_beside_it(tmp_path, monkeypatch) -> 
     assert step.endswith(" 2.2 u, forecast: 2") and optimizer.endswith(" 0.1 u")
 
 
+@pytest.mark.parametrize(("peak", "tensors"), [(41.1, "+2.8 % (required: within 3 %)  reached"), (38.7, "NOT REACHED")])
+@pytest.mark.parametrize(("context", "beyond"), [(0.5, "1.90 GiB (required: at most 2)  reached"), (9, "NOT REACHED")])
+def test_the_memory_of_a_run_on_a_gpu_is_judged_against_its_plan(tmp_path, peak, tensors, context, beyond) -> None:
+    """The tensors against the planned ones, and all that is beyond these against the reserve."""
+    taken = {"planned": 40, "peak_allocated": peak, "peak_reserved": 41.4, "context": context}
+    run = write(tmp_path / "run.json", **{f"gpu_memory__{name}": size * 2**30 for name, size in taken.items()})
+    first, second = rows.times(run).splitlines()
+    assert first.endswith(tensors) and second.endswith(beyond)
+
+
 def test_the_card_of_the_machine_is_named_and_another_one_refused(monkeypatch) -> None:
     memory = SimpleNamespace(total_memory=79.1 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
