@@ -12,9 +12,8 @@ from ..config import Layout
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
-from ..planner.memory import estimate_memory
 from ..training.accelerator import resolve_accelerator, set_allocator
-from ..training.fit import check_copies, finetuning_workload
+from ..training.fit import check_copies, finetuning_workload, state_bytes
 from ..training.metrics_file import MetricsFile
 from ..training.runtime.device_memory import check_free_memory
 from ..training.runtime.exit_codes import DONE
@@ -49,8 +48,8 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     layout = _layout(run, accelerator)
     start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.zero1 and run.trainer.save:
-        work = finetuning_workload(run, start.config, accelerator == "gpu")
-        check_copies("parallel.zero1", work, layout, world_from_outside())
+        workload = finetuning_workload(run, start.config, accelerator == "gpu")
+        check_copies("parallel.zero1", workload, layout, world_from_outside())
     cache = cache_folder(run.cache_dir, "cache_dir") / "finetune"
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
@@ -123,8 +122,8 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     """
     trainer, strategy, folder, run = session.trainer, session.strategy, session.folder, job.run
     if job.on_gpu and features is not None:
-        needed = estimate_memory(finetuning_workload(run, job.start.config, on_gpu=True), job.layout)
-        check_free_memory(needed.weights + needed.gradients + needed.optimizer_state, strategy)
+        workload = finetuning_workload(run, job.start.config, on_gpu=True)
+        check_free_memory(state_bytes(workload, job.layout), strategy)
     problem = strategy.first_error(prepare_folder(job, folder) if session.is_first else None)
     if problem is not None:
         raise CheckpointError(problem)

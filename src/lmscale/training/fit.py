@@ -180,6 +180,12 @@ def finetuning_workload(run: FinetuneConfig, model: TransformerConfig, on_gpu: b
     return Workload(model, *sizes, half_moments=run.optimizer.moments == "bf16", on_gpu=on_gpu)
 
 
+def state_bytes(workload: Workload, layout: Layout) -> int:
+    """Memory of a rank's weights, gradients and optimizer."""
+    needed = estimate_memory(workload, layout)
+    return needed.weights + needed.gradients + needed.optimizer_state
+
+
 def device_memory(on_gpu: bool) -> int:
     """Bytes available to the ranks on a device: all memory of the first GPU, or the free memory of the host."""
     if on_gpu:
