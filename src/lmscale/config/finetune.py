@@ -244,7 +244,6 @@ class FinetuneConfig(EntryConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.precision.refuse_float8()
-        self.parallel.refuse_record()
         require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         # Batches are as long as their longest input, and layers are not compiled.

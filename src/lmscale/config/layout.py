@@ -150,8 +150,6 @@ class ParallelConfig(LayoutOptions):
             batch allow, on a CPU 1.
         timeout_minutes: time without progress after which a rank reports where it waits and ends the job.
         shared_memory: tensor ranks on one host without a GPU reduce through shared memory instead of gloo's TCP.
-        record: what `src/plan.py measure=N` has written: the run takes its fastest layout; `tp_size` and `dp_size` are
-            then `auto`.
     """
 
     tp_size: Literal["auto"] | Positive = 1
@@ -159,28 +157,11 @@ class ParallelConfig(LayoutOptions):
     dp_size: Literal["auto"] | Positive = "auto"
     timeout_minutes: _Timeout = 30.0
     shared_memory: bool = True
-    record: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tp_size", "dp_size"):
-            is_free = self.record is None or getattr(self, name) == "auto"
-            require(self, name, "auto with `record`, which has the layout", is_free)
-        require(self, "pp_size", "1 with `record`, which has one stage", self.record is None or self.num_stages == 1)
 
     @property
     def num_stages(self) -> Literal["auto"] | int:
         """`pp_size` outside a search."""
         return 1 if self.pp_size is None else self.pp_size
-
-    def refuse_record(self) -> None:
-        """Refuse a measured layout outside pretraining, which is what was measured.
-
-        Raises:
-            ValueError: `record` is set.
-        """
-        if self.record is not None:
-            refuse("parallel.record", "null outside src/train.py", self.record)
 
     def layout(self, **sizes: int) -> Layout:
         """The grid of these sizes, with all else as requested; a size that is `auto` must be given."""

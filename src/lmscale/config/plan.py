@@ -38,7 +38,7 @@ class PlanConfig(EntryConfig):
         cluster: that it would run on.
         micro_batch_size: sequences per rank and forward pass.
         global_batch_size: sequences of one optimizer step.
-        record: where `measure` writes its record, which `parallel=measured` reads.
+        record: where `measure` writes its record.
         num_devices: devices of the job; None: as many as the cluster and the batch allow.
         best: rank all layouts, with and without `parallel.zero1` and `batch_halves`, instead of planning one.
         top: number of layouts that a ranking shows.
@@ -69,7 +69,6 @@ class PlanConfig(EntryConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.parallel.refuse_record()
         is_modelled = not (self.measure and (self.best or self.operations))
         require(self, "measure", "0 with `best` or `operations`", is_modelled)
         require(self, "parallel.pp_size", "1 with `measure`", self.parallel.num_stages == 1 or not self.measure)

@@ -29,8 +29,6 @@ def announce(
     parameters, most = count_parameters(config, layout), "at most " * (layout.pp_size > 1)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
     chosen += describe_idle_gpus(job)
-    if run.parallel.record is not None:
-        chosen = f"; the fastest of {run.parallel.record}"
     print(
         f"{run.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; "
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, "

@@ -75,7 +75,7 @@ def resolve_recompute(run: RunConfig, workload: Workload, layout: Layout) -> Wor
     return workload if found is None else found[0]
 
 
-def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: World | None) -> None:
+def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
     """Refuse more threads, loader processes or sequences than this host can hold, and an unwritable run folder.
 
     Raises:
@@ -83,7 +83,7 @@ def check_host(run: RunConfig, layout: Layout, num_threads: int | None, world: W
             whose sequences, which the rank loads before the step, do not fit into the free memory.
     """
     cores = os.cpu_count() or 1
-    bounds = {"trainer.num_threads": (num_threads, cores, "")}
+    bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
     bounds["data.num_workers"] = (run.data.num_workers, WORKERS_PER_CORE * cores, f"{WORKERS_PER_CORE} times ")
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:

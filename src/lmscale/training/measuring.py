@@ -20,9 +20,9 @@ from ..config.plan import PlanConfig
 from ..planner.memory import GIB
 from ..planner.plan import Plan
 from ..planner.question import plans_of_machine
-from ..results import new_record, record_path, write_record
-from .measured_layout import LAYOUT, count_devices, digest, measured_for
+from ..results import count_cores, new_record, record_path, write_record
 
+LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
 _GRACE_S = 5.0  # for a training to end by itself, when the measurement is stopped
 _TIMED_ONLY = (  # one row per step, and no checkpoint
@@ -48,8 +48,7 @@ def measure_layouts(question: PlanConfig, train: list[str]) -> dict[str, Any]:
         train: the words that start `src/train.py` with all of the training but its layout.
 
     Returns:
-        the record: `layouts`, fastest first, each with its rank in the model's order; `failed`, with their reasons; and
-        what they were measured for.
+        the record: `layouts`, fastest first, each with its rank in the model's order; `failed`, with their reasons.
 
     Raises:
         ValueError: `cluster` is not of this machine; the training is shorter; no layout fits; all have failed.
@@ -68,14 +67,19 @@ def measure_layouts(question: PlanConfig, train: list[str]) -> dict[str, Any]:
     layouts.sort(key=lambda layout: layout["step_time_s"])
     for layout in layouts:
         layout["tokens_per_s"] = question.global_batch_size * question.data.seq_length / layout["step_time_s"]
-    measured = measured_for(question, is_gpu, layouts[0]["compiled"])
     units = {"step_time_s": "s", "tokens_per_s": "tokens/s", "memory_bytes": "bytes"}
     metrics = {f"{label(each)}/{key}": {"value": each[key], "unit": units[key]} for each in layouts for key in units}
     metrics["load_average_before"] = {"value": load, "unit": "processes"}
-    record = new_record(question.name, "run", measured, None, metrics, device=measured["gpu"] or "cpu")
-    record |= {"config_digest": digest(record["config"]), "layouts": layouts, "failed": failed}
+    device = torch.cuda.get_device_name() if is_gpu else "cpu"
+    record = new_record(question.name, "run", question.to_dict(), None, metrics, device=device)
+    record |= {"layouts": layouts, "failed": failed}
     write_record(record, path)
     return record
+
+
+def count_devices(is_gpu: bool) -> int:
+    """GPUs of this machine, or the cores that this process may use."""
+    return torch.cuda.device_count() if is_gpu else count_cores()
 
 
 def label(layout: dict[str, Any]) -> str:
@@ -97,11 +101,12 @@ def format_measured(record: dict[str, Any], path: str, command: str) -> str:
     Args:
         command: that trains with the fastest.
     """
-    first, gpu = record["layouts"][0], record["config"]["gpu"]
+    first, found = record["layouts"][0], record["environment"]
+    devices = f"cores of {found['cpu']}" if found["device"] == "cpu" else f"x {found['device']}"
     used = first["tp_size"] * first["dp_size"] * (first["threads"] or 1)
     lines = [
-        f"{record['name']} on {used} {'x ' + gpu if gpu else 'cores of ' + record['config']['processor']}: median of "
-        f"{TIMED_STEPS} steps after {WARM_UP_STEPS}, largest memory of a rank",
+        f"{record['name']} on {used} {devices}: median of {TIMED_STEPS} "
+        f"steps after {WARM_UP_STEPS}, largest memory of a rank",
         f"{'':>4}{'tp':>5}{'dp':>5}{'zero1':>7}{'halves':>8}{'threads':>9}{'s/step':>10}{'modelled':>10}"
         f"{'its rank':>10}{'GiB':>8}{'modelled':>10}{'tokens/s':>12}",
     ]

@@ -23,7 +23,6 @@ from ..planner.workload import Workload
 from . import accelerator, fit
 from .job import Job
 from .kernel_choice import resolve_kernels
-from .measured_layout import read_measured_layout
 from .runtime.run_lock import check_not_in_use
 
 
@@ -123,16 +122,13 @@ def check(run: RunConfig) -> CheckedRun:
         kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
     kernels, attention, choice = resolve_kernels(run, on_gpu, kept, (world or World()).num_hosts)
-    parallel, num_threads = run.parallel, run.trainer.num_threads
-    if parallel.record is not None:
-        parallel, num_threads = read_measured_layout(run, on_gpu, kernels.compiles)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(run, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
-    layout = fit.resolve_layout(parallel, workload, world)
+    layout = fit.resolve_layout(run.parallel, workload, world)
     run.check_layout(layout)
     if on_gpu and layout.world_size == 1:
         accelerator.check_determinism(run.deterministic)
-    fit.check_host(run, layout, num_threads, world)
+    fit.check_host(run, layout, world)
     workload = fit.resolve_recompute(run, workload, layout)
     fit.check_memory(run.name, workload, layout, world)
     if run.checkpoint.async_ or layout.zero1:
@@ -149,7 +145,7 @@ def check(run: RunConfig) -> CheckedRun:
         run=run,
         layout=layout,
         accelerator=device,
-        num_threads=num_threads,
+        num_threads=run.trainer.num_threads,
         model=workload.config,
         measures_attention=attention is None,
         kernels=kernels,
