@@ -152,7 +152,8 @@ def test_a_plan_says_what_a_validation_costs_and_refuses_what_a_run_on_gpus_refu
     costs = "sequences take {} of the time of the 1,000 training steps between validations"
     for key, note in {
         "auto": "trainer.num_validation_samples=auto is at most this: 76,800 " + costs.format("5.0%"),
-        "null": "trainer.num_validation_samples=null must be at most this on a GPU: 76,800 " + costs.format("5.0%"),
+        "null": "trainer.num_validation_samples=null is refused on a GPU where the corpus has more than this: 76,800 "
+        + costs.format("5.0%"),
         "51200": "trainer.num_validation_samples=51200: 51,200 " + costs.format("3.3%"),
     }.items():
         job = ("model=gpt_2.5b", "cluster=h200", f"trainer.num_validation_samples={key}")
@@ -340,5 +341,7 @@ def test_a_plan_shows_computing_against_all_messages_and_says_when_messages_bind
     assert "communication-bound: messages take" in printed(*bound, "parallel.tp_size=4", "parallel.dp_size=4")
     ranking = printed(*bound, "num_devices=16", "best=true")
     assert "R below 1: communication-bound" in ranking and " R " in ranking.splitlines()[2]
+    assert "   host-bound, the devices wait for their hosts: 1, 2, 3" in ranking
+    assert "host-bound" not in printed(*PAPER, "best=true")
     alone = ("model=gpt_tiny", "parallel.tp_size=1", "parallel.dp_size=1", "cluster=cpu")
     assert planned(*alone)["compute_to_communication"] is None

@@ -189,6 +189,9 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     lines.append(_expected_error(first))
     if any((plan.time.ratio or 1) < 1 for plan in ranking.fitting[:top]):
         lines.append("   R below 1: communication-bound")
+    waiting = [str(number) for number, plan in enumerate(ranking.fitting[:top], start=1) if plan.time.host]
+    if waiting:
+        lines.append(f"   host-bound, the devices wait for their hosts: {', '.join(waiting)}")
     for plan in ranking.too_large:
         lines.append(
             f"   refused: tp {plan.layout.tp_size}{f' x pp {plan.layout.pp_size}' if has_stages else ''} x dp "

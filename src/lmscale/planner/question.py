@@ -53,7 +53,7 @@ def describe_validation(question: PlanConfig) -> str:
     """Describe what each validation of the run costs; of a corpus that is not known, the most that a run may score."""
     trainer, wanted = question.trainer, question.trainer.num_validation_samples
     most = most_samples(trainer, question.global_batch_size)
-    limits = {"auto": "auto is at most this", None: "null must be at most this on a GPU"}
+    limits = {"auto": "auto is at most this", None: "null is refused on a GPU where the corpus has more than this"}
     number = most if wanted in limits else wanted
     time = describe_time(trainer, number, question.global_batch_size)
     return f"trainer.num_validation_samples={limits.get(wanted, wanted)}: {time}"
