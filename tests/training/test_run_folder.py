@@ -37,6 +37,10 @@ def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[
     run = tiny_run("gpt", tmp_path, optimizer__moments="bf16", precision__dtype="fp32", model__recompute="full")
     layout = Layout(tp_size=sizes[0], dp_size=sizes[1], sequence_parallel=True, zero1=True)
     assert describe_options(run, run.model.resolve(100), layout) == line
+    for name, of_base in (("mup", "2 x the width"), ("completep", "2 x the width and 1 x the depth")):
+        scaled = {"parametrization": name, "base_hidden_size": run.model.hidden_size // 2}
+        model = dataclasses.replace(run.model.resolve(100), **scaled)
+        assert describe_options(run, model, layout).startswith(f"options: {name} ({of_base} of its base), sequence")
     plain = tiny_run("gpt", tmp_path)
     assert describe_options(plain, plain.model.resolve(100), Layout(tp_size=sizes[0], dp_size=sizes[1])) == ""
 

@@ -119,6 +119,9 @@ def describe_attention_dropout(config: TransformerConfig) -> str:
 def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, compiles: bool = True) -> str:
     """Return a line of the options set besides the layout, and whether they have an effect; empty if none is set."""
     options = [f"fidelity {run.fidelity}"] if run.fidelity != "paper" else []
+    if config.parametrization != "standard":
+        depth = f" and {config.scaling.depth:g} x the depth" if config.scaling.scales_depth else ""
+        options.append(f"{config.parametrization} ({config.scaling.width:g} x the width{depth} of its base)")
     if layout.sequence_parallel:
         options.append("sequence parallelism" + ("" if layout.cuts_sequence else " (without effect: tp_size is 1)"))
     if layout.zero1:
