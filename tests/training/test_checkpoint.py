@@ -164,6 +164,9 @@ def test_a_base_size_of_null_is_that_of_the_model() -> None:
     for key, there in (("base_hidden_size", 64), ("base_num_layers", 2), ("base_head_size", 16)):
         with pytest.raises(CheckpointError, match=f"of another model: {key} is 7 here and {there} there$"):
             check_model(metadata, given | {key: 7}, "step_1.ckpt")
+    mup = dataclasses.replace(metadata, model=null | {"parametrization": "mup"})  # without a rule for the depth
+    with pytest.raises(CheckpointError, match="of another model: num_layers is 3 here and 2 there$"):
+        check_model(mup, mup.model | {"num_layers": 3}, "step_1.ckpt")
 
 
 def test_what_does_not_change_the_function_of_the_weights_may_change_on_resume(finished) -> None:

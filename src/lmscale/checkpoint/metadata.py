@@ -251,7 +251,8 @@ def _effective(model: dict[str, Any]) -> dict[str, Any]:
         return model
     chosen = {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
     if config.parametrization != "standard":
-        own = {"hidden_size": config.hidden_size, "num_layers": config.num_layers, "head_size": config.head_size}
+        own = {"hidden_size": config.hidden_size, "head_size": config.head_size}
+        own |= {"num_layers": config.num_layers} if config.scaling.scales_depth else {}
         chosen |= {f"base_{name}": getattr(config, f"base_{name}") or size for name, size in own.items()}
     return config.to_dict() | chosen
 
