@@ -49,6 +49,10 @@ SEED=${SEED:-1234}
 LOGS=${LOGS:-outputs/h200${REHEARSE:+_rehearsal}}
 RESULTS=${RESULTS:-$([ -n "$REHEARSE" ] && echo "$LOGS" || echo analysis/benchmarks/records)}
 CARD=$([ -n "$REHEARSE" ] && echo rehearsal || echo "${CARD:-${DRY_RUN:+h200}}")
+case $CARD in '' | rehearsal | h200 | h100 | a100 | v100) ;; *)
+  echo "error: \`CARD\` must be one of h200, h100, a100, v100, but is $CARD" >&2
+  exit 2
+esac
 PARTS="a1 a2 a3 a4 a5 b1 b2 b3 b4 b5 b6 b7 b8 b9 b10 c1 c2 c3 c4 d1 d2 d3 e1 e2 e3 e4 e5 e6"
 
 . analysis/benchmarks/bench_parts.sh

@@ -204,6 +204,7 @@ def main() -> None:
     )
     parser.add_argument("--records", type=record_argument, help="file of records, one per line, to add this check to")
     own, overrides = parser.parse_known_args()
+    sys.argv = [str(ANALYSIS.parent / "src" / "train.py"), *overrides]  # whose keys a refusal names
     try:
         config = read_config(overrides)
         if own.depths is None:

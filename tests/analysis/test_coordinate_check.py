@@ -93,6 +93,7 @@ def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_pat
         (["--widths", "64"], "`--widths` must have at least two sizes or none, but has 64"),
         (["--widths", "--depths"], "`--widths`, `--depths` or `--head-sizes` must have sizes, but all have none"),
         (["--head-sizes", "16", "48"], "a width must be a multiple of the head size (48), but is 64"),
+        (["optimzer.lr=1"], "`optimzer.lr` is not a known key"),
         (["model.parametrization=mu"], "`model.parametrization` must be one of standard, mup, completep"),
     ],
 )

@@ -189,12 +189,15 @@ def run_script(*parts: str, **changes: str) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", str(SCRIPT), *parts], env=environment, capture_output=True, text=True)
 
 
-def test_unknown_parts_are_refused_before_anything_runs() -> None:
+def test_unknown_parts_and_cards_are_refused_before_anything_runs() -> None:
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True)
     assert done.returncode == 2 and "some parts" in done.stdout
     done = subprocess.run(["bash", str(SCRIPT), "a1", "a6"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: a part must be one of {' '.join(PARTS)}, but is a6\n"
+    done = run_script("a1", CARD="h20", DRY_RUN="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: `CARD` must be one of h200, h100, a100, v100, but is h20\n"
 
 
 def fake_python(folder: Path, code: int, card: str = "h200 139.80") -> str:
