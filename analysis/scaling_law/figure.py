@@ -33,7 +33,10 @@ def study_figures(cells: pd.DataFrame, laws: pd.DataFrame) -> dict[str, tuple[st
         ),
         "shifts": (
             "How far the best learning rate moves from that of the base, 4 layers x 64, with 95 % intervals",
-            draw_shifts(transfer(cells), "Four times the width: the best rate falls 1.6 to 2 octaves, under muP at most 0.4"),
+            draw_shifts(
+                transfer(cells),
+                "Four times the width: the best rate falls 1.6 to 2 octaves, under muP at most 0.4",
+            ),
         ),
         "sensitivity": (
             "Validation loss of a GPT of 4 layers x 64 over the learning rate, by placement; dotted: a unigram model",

@@ -99,7 +99,7 @@ class TrainerConfig(Checked):
         num_validation_samples: sequences scored each time, always the same; None: all; `auto`: as many as
             `max_validation_share` allows, or all where the corpus has fewer.
         max_validation_share: time of a validation over that of the training between two, with a forward pass as a third
-            of a step; above it a run on a GPU is refused, and one on a CPU warned.
+            of a step; above it a run on a GPU is refused, and one on a CPU prints a warning.
         accelerator: `auto`: a GPU if there is one.
         max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite; those that halve fp16's
             loss scale do not count.

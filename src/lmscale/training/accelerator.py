@@ -85,8 +85,8 @@ def set_allocator(cuda_graphs: bool = False) -> None:
     """Let the segments of the allocator grow, unless the user has set the allocator; before CUDA is initialized.
 
     A segment that grows serves tensors of any size. Segments of fixed sizes leave gaps that add up over the sizes of
-    layers, loss, optimizer and validation, on a card that the planner fills to 2 GiB. Not with CUDA graphs, which keep
-    the addresses of their memory: runs with both were reported to hang (pytorch/torchtitan issue 3306).
+    layers, loss, optimizer and validation, on a card on which the planner leaves 2 GiB. Not with CUDA graphs, which
+    keep the addresses of their memory: runs with both were reported to hang (pytorch/torchtitan issue 3306).
 
     Processes that this one starts inherit the setting.
 
