@@ -17,6 +17,7 @@ from lmscale.training.step.optimizer import MixedPrecisionAdamW
 ALONE = ParallelContext()
 BASE_WIDTH = {"base_hidden_size": 6, "base_head_size": 3}  # of 24 and 6: N = 4
 BASES = {"mup": BASE_WIDTH, "completep": BASE_WIDTH | {"base_num_layers": 1}}  # of 2: D = 2
+BASES["completep_unpublished"] = BASES["completep"]
 N, D = 4.0, 2.0
 BLOCK = ("attention.qkv", "attention.output", "mlp.up", "mlp.down")
 
@@ -91,7 +92,12 @@ def test_a_step_without_gradients_shrinks_all_matrices_alike() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "exact"])
 @pytest.mark.parametrize(
     "family, norm_order, parametrization",
-    [("gpt", "pre", "completep"), ("bert", "pre", "completep"), ("bert", "post", "mup")],
+    [
+        ("gpt", "pre", "completep"),
+        ("bert", "pre", "completep"),
+        ("bert", "post", "mup"),
+        ("bert", "post", "completep_unpublished"),
+    ],
 )
 def test_a_model_with_its_multipliers_folded_in_is_a_standard_one(
     family: str, norm_order: str, parametrization: str, attention: str
@@ -127,6 +133,8 @@ def test_the_multipliers_are_those_of_the_paper() -> None:
     assert (rules.output_factor, rules.residual_factor) == (1 / N, 1 / D)
     assert rules.attention_factor / math.sqrt(6) == pytest.approx(math.sqrt(3) / 6)
     assert small_config("gpt", parametrization="mup", **BASES["mup"]).scaling.residual_factor == 1.0
+    anywhere = {"parametrization": "completep_unpublished", "norm_order": "post"} | BASES["completep"]
+    assert vars(small_config("gpt", **anywhere).scaling) == vars(rules)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +150,10 @@ def test_the_multipliers_are_those_of_the_paper() -> None:
             {"parametrization": "mup", "base_num_layers": 2},
             "`base_num_layers` must be null with parametrization=mup, but is 2",
         ),
-        ({"parametrization": "muP"}, "`parametrization` must be one of standard, mup, completep, but is 'muP'"),
+        (
+            {"parametrization": "muP"},
+            "`parametrization` must be one of standard, mup, completep, completep_unpublished, but",
+        ),
     ],
 )
 def test_a_choice_that_has_no_rule_is_refused(changes: dict, message: str) -> None:

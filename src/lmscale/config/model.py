@@ -87,7 +87,7 @@ class ModelConfig(Checked):
             its own factor.
         parametrization: how weights, rates and multipliers follow the size (`models/parametrization.py`): as the paper
             (`standard`), with a best learning rate that stays as the width grows (`mup`), or also as the depth grows
-            (`completep`, pre-norm only).
+            (`completep`, pre-norm only; `completep_unpublished`, for studies at other placements).
         base_hidden_size: width at which the parametrization equals `standard`; None: the model's own.
         base_num_layers: depth at which it does (`completep`); None: the model's own.
         base_head_size: head size at which it does; None: the model's own.
@@ -135,11 +135,12 @@ class ModelConfig(Checked):
         if self.recompute != "auto":
             object.__setattr__(self, "recompute", Recompute(self.recompute))
         check(Literal[*_parametrizations()], self.parametrization, "parametrization")
-        scales_depth = _parametrizations()[self.parametrization].scales_depth
-        for name in BASES if self.parametrization == "standard" else () if scales_depth else ("base_num_layers",):
+        rules = _parametrizations()[self.parametrization]
+        for name in BASES if self.parametrization == "standard" else () if rules.scales_depth else ("base_num_layers",):
             require(self, name, f"null with parametrization={self.parametrization}", getattr(self, name) is None)
-        rule = f"pre with parametrization={self.parametrization}, whose depth rule was published for it alone"
-        require(self, "norm_order", rule, self.norm_order == "pre" or not scales_depth)
+        orders = rules.norm_orders or (self.norm_order,)
+        rule = f"{' or '.join(orders)} with parametrization={self.parametrization}, which was published for it alone"
+        require(self, "norm_order", rule, self.norm_order in orders)
         rule = f"a multiple of `num_attention_heads` ({self.num_attention_heads})"
         require(self, "hidden_size", rule, self.hidden_size % self.num_attention_heads == 0)
 

@@ -35,6 +35,8 @@ class Standard:
         config: the model; its base sizes, where null, are its own.
 
     Attributes:
+        scales_depth: whether there is a rule for the depth.
+        norm_orders: the placements of LayerNorm that it was published for; None: any.
         width, depth: N and D.
         attention_factor: of the scores, beside 1 / sqrt(d).
         output_factor: of the hidden states that a readout takes.
@@ -43,6 +45,7 @@ class Standard:
     """
 
     scales_depth: ClassVar[bool] = False
+    norm_orders: ClassVar[tuple[str, ...] | None] = None
 
     def __init__(self, config: Any) -> None:
         self.width = config.hidden_size / (config.base_hidden_size or config.hidden_size)
@@ -89,9 +92,9 @@ class MuP(Standard):
 
 
 class CompleteP(MuP):
-    """muP with a depth rule: the best rate stays as width and depth grow. Published for pre-norm."""
+    """muP with a depth rule: the best rate stays as width and depth grow."""
 
-    scales_depth = True
+    scales_depth, norm_orders = True, ("pre",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -103,7 +106,18 @@ class CompleteP(MuP):
         return super().eps_factor(inside) / (self.depth if inside else 1.0)
 
 
-PARAMETRIZATIONS: dict[str, type[Standard]] = {"standard": Standard, "mup": MuP, "completep": CompleteP}
+class UnpublishedCompleteP(CompleteP):
+    """CompleteP's rules at every placement, to study what they do where nobody has published one for the depth."""
+
+    norm_orders = None
+
+
+PARAMETRIZATIONS: dict[str, type[Standard]] = {
+    "standard": Standard,
+    "mup": MuP,
+    "completep": CompleteP,
+    "completep_unpublished": UnpublishedCompleteP,
+}
 
 
 def scaled(x: Any, factor: float) -> Any:
