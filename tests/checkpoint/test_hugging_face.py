@@ -32,6 +32,7 @@ from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
+from lmscale.models.hugging_face import model_of
 from lmscale.parallel import ParallelContext
 
 AUTO = {
@@ -228,6 +229,13 @@ def test_several_bin_files_with_an_index_are_read_too(tmp_path) -> None:
     index.write_text(json.dumps({"weight_map": places | {"promised": "pytorch_model-1-of-2.bin"}}))
     with pytest.raises(CheckpointError, match="pytorch_model-1-of-2.bin has no tensor promised, but the index says so"):
         import_hugging_face(tmp_path / "theirs", tmp_path / "again")
+
+
+@pytest.mark.parametrize("name", [BERT, MEGATRON_BERT])
+def test_the_padding_of_a_bert_has_the_id_of_its_tokenizer(name: str) -> None:
+    config = family_config(name)
+    assert model_of(config).token_ids({"[UNK]": 0, "[PAD]": 3}, config) == {"pad_token_id": 3}
+    assert model_of(config).token_ids(None, config) == {"pad_token_id": 0}
 
 
 def test_fp64_stays_fp64_on_the_way_in(tmp_path) -> None:
