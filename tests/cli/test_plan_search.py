@@ -141,6 +141,7 @@ def test_the_devices_of_one_layout_are_a_multiple_of_its_stages() -> None:
     job = ["model=gpt_17b", "cluster=h100", "num_devices=60"]
     refused = refusal(*job, "parallel.pp_size=16")
     assert "`parallel.tp_size` (1) times `parallel.pp_size` (16) times a `parallel.dp_size`" in refused
+    assert "such numbers near it: 48 and 96;" in refusal(*job, "parallel.pp_size=3")
     assert "`parallel.pp_size` must be at most `model.num_layers` (78)" in refusal(*job, "parallel.pp_size=79")
 
 
