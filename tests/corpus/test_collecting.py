@@ -50,3 +50,11 @@ def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
         document = Document("text", "1", metadata={"source": source, "file": "a.jsonl", "row": 1})
         ScatterDocuments(plan_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
     CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
+
+
+def test_of_equal_texts_the_first_by_source_is_kept_whatever_the_names_of_the_files(tmp_path) -> None:
+    plan = plan_of(tmp_path, num_tasks=1)
+    places = [{"source": source, "file": file, "row": 1} for source, file in (("news", "a.txt"), ("books", "z.txt"))]
+    ScatterDocuments(plan).run(iter([Document("text", "1", metadata=place) for place in places]))
+    SortShard(plan).run()
+    assert pq.read_table(tmp_path / "sorted" / "00000.parquet")["source"].to_pylist() == ["books"]
