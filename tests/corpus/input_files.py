@@ -11,6 +11,7 @@ import zstandard
 from lmscale.config.corpus import (
     CleaningConfig,
     DedupConfig,
+    EvaluationSetConfig,
     LauncherConfig,
     OverlapConfig,
     PrepareConfig,
@@ -34,6 +35,7 @@ def plan_of(
     num_tasks: int | None = None,
     num_shards: int = 1,
     dedup: DedupConfig | None = None,
+    evaluation_sets: dict[str, EvaluationSetConfig] | None = None,
     **keys: object,
 ) -> Plan:
     """A plan for single steps in the work folder `root`."""
@@ -41,7 +43,7 @@ def plan_of(
         TokenizerConfig("trained"),
         CleaningConfig(False, None, 0.0, 0),
         dedup or DedupConfig(None),
-        {},
+        evaluation_sets or {},
         OverlapConfig(),
     )
     named = sources or {"local": source(root)}
