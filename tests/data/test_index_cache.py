@@ -65,6 +65,20 @@ def test_a_killed_builder_neither_blocks_nor_leaves_files(tmp_path) -> None:
     assert not list((tmp_path / "indices").glob(".*unfinished*"))
 
 
+def test_the_unfinished_file_of_another_users_process_stays(tmp_path, monkeypatch) -> None:
+    path = cached_index(tmp_path, "gpt", ("fact",), _build).path
+    path.unlink()
+    unfinished = tmp_path / f".{path.name}.unfinished_{os.uname().nodename}_1"
+    unfinished.touch()
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", refuse)
+    cached_index(tmp_path, "gpt", ("fact",), _build)
+    assert unfinished.exists()
+
+
 def test_an_index_is_cached_by_its_facts(tmp_path) -> None:
     first = cached_index(tmp_path, "gpt", ("a", 1), _build).rows
     assert isinstance(first, np.memmap) and not first.flags.writeable
