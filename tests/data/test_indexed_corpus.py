@@ -181,6 +181,9 @@ def test_a_folder_of_prepare_data_provides_parts_weights_and_tokenizer(folder) -
     assert prepared.folder == str(folder) and prepared.vocab_size <= VOCAB
     other = opened(folder, folder, validation_path=str(folder / "b_text_document"))
     assert [Path(p.prefix).name for p in other.parts["validation"]] == ["b_text_document"]
+    held_out = opened(folder / "b_text_document", folder, validation_path=str(prepared_folder(folder)))
+    names = ["a_validation_text_document", "b_train_text_document"]  # the whole of a source without a held-out part
+    assert [Path(p.prefix).name for p in held_out.parts["validation"]] == names
 
 
 def test_a_bad_folder_raises_one_line(folder, tokenizers) -> None:
