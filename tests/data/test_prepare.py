@@ -1,5 +1,6 @@
 """Preparing a corpus: counts, the cache, and all errors."""
 
+import dataclasses
 import errno
 import gzip
 import json
@@ -135,6 +136,9 @@ def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None
     prepared = prepare_corpus(config, TRAINED, "gpt", None)
     assert prepared.manifest["sources"]["train"]["problems"] == {"undecodable": 1}
     assert "files of the train text: undecodable 1" in prepared.manifest["notes"]
+    other = prepare_corpus(dataclasses.replace(config, undecodable="fall_back"), TRAINED, "gpt", None)
+    held_out = IndexedDataset(other.parts["validation"][0].prefix).tokens.tolist()
+    assert "café" in other.load_tokenizer().decode(held_out)  # not the replaced text from the cache
 
 
 def test_ids_beyond_the_models_vocabulary_raise(tmp_path) -> None:
