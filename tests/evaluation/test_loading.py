@@ -1,6 +1,8 @@
 """Models loaded for evaluation: exactly the checkpoint's weights, at any layout, or an error."""
 
+import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -229,6 +231,15 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
         with pytest.raises(RuntimeError, match="on one"):
             run_on_rank(fail, "cpu", Layout(tp_size=2))
     assert bool(ended) == ends
+
+
+@pytest.mark.parametrize("error", [ValueError("damaged"), OSError(errno.EIO, "Input/output error")])
+def test_an_error_of_one_rank_is_raised_in_place_of_a_wait_for_it(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(CheckpointError, match=re.escape(str(error))):
+        ranks.agree(fail, ParallelContext())
 
 
 @pytest.mark.parametrize("rank", [0, 1])
