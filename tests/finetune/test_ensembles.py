@@ -122,6 +122,16 @@ def test_members_with_other_items_raise(members, tmp_path, name, change, message
         ensemble(changed(members, tmp_path, name, change), tmp_path / "out")
 
 
+def test_members_that_number_the_classes_differently_raise(members, tmp_path) -> None:
+    columns, runs = {"id": None, "first": "text", "second": None, "label": "class"}, []
+    for run, labels in zip(members["qqp"], (["bad", "good"], ["good", "bad"]), strict=True):
+        runs.append(shutil.copytree(run, tmp_path / labels[0]))
+        own = {"name": "mine", "columns": columns, "labels": labels}
+        edit_json("task.json", lambda values, own=own: values.update(own))(runs[-1] / "predictions/dev")
+    with pytest.raises(ValueError, match=r"`task.labels` of .*\['bad', 'good'\], but has \['good', 'bad'\]"):
+        ensemble(runs, tmp_path / "out")
+
+
 def test_an_ensemble_needs_two_completed_runs(members, tmp_path) -> None:
     first = members["qqp"][0]
     for runs in ([first], [first, first]):
