@@ -17,11 +17,19 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 
 
-def make_checkpoint(folder: Path, tp_size: int = 1, state: dict | None = None, without: str = "-", **changes) -> Path:
+def make_checkpoint(
+    folder: Path,
+    tp_size: int = 1,
+    state: dict | None = None,
+    without: str = "-",
+    initialized: tuple[str, ...] = (),
+    **changes,
+) -> Path:
     """A random 2-layer BERT in fp64 with the tokenizer of the tests beside it; the folder that holds both.
 
     Args:
         without: leave out tensors whose names begin with this.
+        initialized: names of tensors that an import is to have drawn.
     """
     tokenizer = make_tokenizer()
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
@@ -35,7 +43,8 @@ def make_checkpoint(folder: Path, tp_size: int = 1, state: dict | None = None, w
             tensors[f"model/{name}"] = param.detach()
             entries[f"model/{name}"] = TensorEntry(tuple(param.shape), param.dtype, param.shard.shard_dim)
     layout = {"tp_size": tp_size, "dp_size": 1}
-    metadata = CheckpointMetadata(3, layout, config.to_dict(), entries, {}, {}, {"name": "test"}, state or {})
+    run = {"name": "test", "initialized": list(initialized)}
+    metadata = CheckpointMetadata(3, layout, config.to_dict(), entries, {}, {}, run, state or {})
     folder.mkdir(parents=True, exist_ok=True)
     write_offline(folder, metadata, tp_size, sorted(tensors.items()))
     (folder / "tokenizer").mkdir()

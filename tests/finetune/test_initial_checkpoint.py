@@ -25,6 +25,13 @@ def test_a_head_is_not_reused_with_other_labels(tmp_path) -> None:
         prepare_job(make_run("qqp", tmp_path, saved, task__labels=["1", "0"], **task))
 
 
+def test_a_pooler_that_an_import_has_drawn_is_not_a_trained_one(tmp_path) -> None:
+    imported = make_checkpoint(tmp_path / "ckpt", initialized=("pooler.bias", "pooler.weight"))
+    with pytest.raises(ValueError, match="must have a trained pooler .* new_pooler=true"):
+        prepare_job(make_run("qqp", tmp_path, imported))
+    prepare_job(make_run("qqp", tmp_path, imported, new_pooler=True))
+
+
 @pytest.mark.parametrize("vocab_size, fits_alone", [(256, True), (250, False)])
 def test_a_model_may_have_more_ids_than_its_own_tokenizer(tmp_path, vocab_size: int, fits_alone: bool) -> None:
     ckpt = make_checkpoint(tmp_path / "ckpt", vocab_size=vocab_size)
