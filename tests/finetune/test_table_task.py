@@ -85,6 +85,7 @@ def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> 
         ({"validation": {2024: "dev.tsv"}}, "`validation` and `test` must be paths by name, but hold 2024"),
         ({"validation": {"../dev": "dev.tsv"}}, "`validation` and `test` must be paths by name, but hold '../dev'"),
         ({"hub_name": None, "validation": {"dev": "hub:dev"}}, "`hub_name` must be given for hub:dev, but is null"),
+        ({"hub_name": None, "train": "hub:train"}, "`hub_name` must be given for hub:train, but is null"),
     ],
 )
 def test_a_wrongly_described_table_raises(changes: dict, message: str) -> None:
