@@ -343,6 +343,14 @@ def test_invalid_rows_of_the_hub_raise(monkeypatch, task: str, row: dict, messag
         read_examples(make_task(task), "hub:train")
 
 
+def test_a_test_set_of_the_hub_keeps_every_row_of_qqp(monkeypatch) -> None:
+    rows = [PAIR | {"label": -1}, PAIR | {"label": -1, "question1": "", "idx": 1}]
+    monkeypatch.setattr(sources, "load_hub", lambda task, place: Table(rows))
+    examples, report = read_examples(make_task("qqp"), "hub:test")
+    assert [(e.id, e.label) for e in examples] == [("0", None), ("1", None)]
+    assert report.kept == {"an empty question": ["row 1"]}
+
+
 def test_class_names_of_the_hub_in_another_order_raise(monkeypatch) -> None:
     for task, row, names in (
         ("mnli", NLI, ["contradiction", "entailment", "neutral"]),
