@@ -175,9 +175,12 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_of_its_parts(
 
 
 def test_replicated_gradients_come_from_data_rank_0_only_where_every_rank_updates_them() -> None:
-    for zero1, number in ((False, 1), (True, 0)):
-        layout = Layout(tp_size=2, dp_size=2, sequence_parallel=True, zero1=zero1)
-        found = step_collectives(training(small_config("gpt"), 4, layout), layout)
+    """Only gradients that the tensor ranks add up: with sequence parallelism, and of the norms of Q and K."""
+    cases = itertools.product((False, True), repeat=3)
+    for cuts_sequence, qk_norm, zero1 in cases:
+        layout = Layout(tp_size=2, dp_size=2, sequence_parallel=cuts_sequence, zero1=zero1)
+        found = step_collectives(training(small_config("gpt", qk_norm=qk_norm), 4, layout), layout)
+        number = (cuts_sequence or qk_norm) and not zero1
         assert sum(c.count for c in found if c.what.endswith("from data rank 0")) == number
 
 
