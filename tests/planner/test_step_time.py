@@ -124,6 +124,12 @@ def test_a_head_of_96_takes_as_long_as_one_of_128() -> None:
     assert seconds(96 * 16) == pytest.approx(seconds(128 * 16))
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_computes_in_bf16_where_products_are_in_float8(backward: bool) -> None:
+    h100 = shipped("h100")
+    assert h100.attention_flops_per_s("fp8", backward) == h100.attention_flops_per_s("bf16", backward)
+
+
 def test_scores_pass_through_memory_where_no_kernel_keeps_them_on_the_chip() -> None:
     def time(attention: str, dropout: float, is_gpu: bool) -> StepTime:
         config = paper_model("gpt_355m", attention=attention, attention_dropout=dropout)
