@@ -19,7 +19,7 @@ from lmscale.planner.operations import step_operations
 from lmscale.planner.plan import Plan
 from lmscale.planner.plan_table import format_operations, slowest_first
 from lmscale.planner.search import rank_on_machine
-from lmscale.planner.step_time import StepTime, message_rows, message_s
+from lmscale.planner.step_time import StepTime, crosses_nodes, message_rows, message_s
 from lmscale.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +170,7 @@ def test_groups_send_over_fast_links_only_if_every_one_lies_within_a_node(tp_siz
     """Of groups of 5 on nodes of 8, ranks 5 to 9 are on two nodes; 6 ranks in all are on one."""
     layout = Layout(tp_size=tp_size, dp_size=dp_size)
     bandwidth = 100e9 if inside else 10e9
+    assert crosses_nodes(layout, CLUSTER) is not inside
     for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce", 1)):
         message = Collective("outputs", kind, "tensor", "forward", 3, 10**9)
         seconds = 3 * (rounds * (tp_size - 1) / tp_size * 10**9 / bandwidth + 10e-6)
