@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import shutil
+import signal
 import threading
 import time
 from datetime import datetime
@@ -20,6 +21,8 @@ from lmscale.training.checkpoints import saving, sharded_strategy
 from lmscale.training.checkpoints.resuming import ScheduleDiffersError, find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
+from lmscale.training.runtime.exit_codes import INTERRUPTED
+from lmscale.training.runtime.interruption import Interruption
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
@@ -246,6 +249,12 @@ def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
     changes = {"trainer__max_steps": 5, "checkpoint__save_every_minutes": 0.75, "checkpoint__save_last": False}
     train(tiny_run("gpt", tmp_path, checkpoint__keep_last=None, **changes))
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_2.ckpt", "step_4.ckpt"]
+
+
+def test_an_interrupted_run_is_saved_also_where_its_last_step_would_not_be(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
+    assert pretrain(resolve(tiny_run("gpt", tmp_path, checkpoint__save_last=False))) == INTERRUPTED
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
 
 
 def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:
