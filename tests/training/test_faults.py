@@ -14,6 +14,7 @@ from runs import assert_same_run, read_rows, run_jobs, tiny_run
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.training import pretrain as pretrain_module
+from lmscale.training.callbacks.diagnosis import first_cause
 from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.module import PretrainModule
 from lmscale.training.pretrain import pretrain
@@ -233,6 +234,13 @@ def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> 
     (report,) = json.loads(next(tmp_path.glob("not_finite_step_1.json")).read_text())
     assert report["weights"] == [name] and report["forward"] == "transformer.layers.1.mlp.up"
     assert not list_checkpoints(tmp_path / "checkpoints")
+
+
+def test_the_first_of_several_gradients_is_that_of_the_last_stage_nearest_to_the_loss() -> None:
+    """From there they spread towards the input."""
+    sound = {"weights": [], "forward": None, "gradients": []}
+    reports = [sound | {"pp_rank": stage, "gradients": names} for stage, names in ((0, ["a", "b"]), (1, ["c", "d"]))]
+    assert first_cause([*reports, sound | {"pp_rank": 2}]) == "the gradient of d"
 
 
 def test_overflows_at_a_high_loss_scale_are_not_a_divergence(tmp_path) -> None:
