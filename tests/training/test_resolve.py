@@ -224,6 +224,13 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
         assert trainer.num_validation_samples == 64 and size * trainer.max_steps < 10_000
 
 
+@pytest.mark.parametrize("every", [0, 10, 1000])
+def test_a_validation_only_at_the_ends_of_a_run_is_bounded_by_the_steps_of_the_run(every: int, corpus_of) -> None:
+    corpus_of(PAPERS_CORPUS)
+    run = composed_run("model=gpt_2.5b", "trainer.max_steps=10", f"trainer.validate_every_steps={every}")
+    assert resolve.resolve_validation(run, None, None, on_gpu=True)[1] == 768  # 5 % of 3 x 10 x 512
+
+
 def test_a_bounded_validation_takes_of_each_dataset_what_its_weight_allows(corpus_of) -> None:
     run = composed_run("model=gpt_2.5b", "trainer.validate_every_steps=10")  # at most 768 sequences
     for available, number in (((384, 900), 768), ((383, 900), 766), ((100, 900), 200), ((67, 700), None)):
