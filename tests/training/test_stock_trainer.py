@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from ranks import make_context, run_ranks
 from runs import REPOSITORY, read_rows, run_jobs, tiny_run
 from sharding import small_config
 from torch.utils.data import DataLoader
@@ -126,6 +127,17 @@ def test_two_processes_give_the_same_losses_and_their_checkpoint_resumes_in_one(
     assert torch.equal(alone.predict(module, data)[0], predicted)
     alone.fit(module, data, ckpt_path=tmp_path / "kept" / "last.ckpt")
     assert len(logged(tmp_path / "alone", "train/loss")) == 1  # only the fourth step
+
+
+def logged_sum(rank: int) -> float:
+    strategy = TensorParallelStrategy(tp_size=2)
+    strategy.parallel = make_context(tp_size=2, dp_size=2)
+    return float(strategy.reduce(torch.tensor(1.0 + strategy.parallel.dp_rank), reduce_op="sum"))
+
+
+def test_a_logged_sum_counts_each_model_once() -> None:
+    """All tensor ranks of a model have the same value."""
+    assert run_ranks(logged_sum, 4) == [3.0] * 4
 
 
 def test_best_and_last_checkpoints_and_the_learning_rate_are_recorded(tmp_path, capsys) -> None:
