@@ -75,7 +75,7 @@ BAD = {
         "with quotes around what is special ('trainer.max_steps=\"[1\"'), but is 'trainer.max_steps=[1'",
     ),
     "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
-    "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, measured, but is 4"),
+    "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, but is 4"),
     "two models": (["model=[gpt_tiny,bert_tiny]"], "bert_tiny, gpt_1.2b, gpt_175b"),
     "a file as run folder": (
         ["hydra.run.dir=README.md"],

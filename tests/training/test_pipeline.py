@@ -12,7 +12,6 @@ from safetensors import safe_open
 from lmscale.checkpoint import list_checkpoints
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
-from lmscale.config.layout import ParallelConfig
 from lmscale.config.model import ModelConfig
 from lmscale.config.pretrain import RunConfig
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
@@ -145,8 +144,6 @@ def test_a_run_goes_on_at_any_layout(folder, precision) -> None:
 def test_stages_are_refused_where_there_are_none(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"^`parallel.pp_size` must be at most `model.num_layers` \(2\), but is 3$"):
         tiny_run("gpt", tmp_path, parallel__pp_size=3)
-    with pytest.raises(ValueError, match="^`pp_size` must be 1 with `record`, which has one stage, but is 2$"):
-        ParallelConfig(record="x", tp_size="auto", pp_size=2)
     with pytest.raises(ValueError, match="^`parallel.pp_size` must be 1 outside src/train.py, .* but is 2$"):
         ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=Layout(pp_size=2))
     monkeypatch.setattr(PretrainModule, "parallel", ParallelContext(pp_size=2))
