@@ -337,7 +337,7 @@ def test_a_plan_shows_computing_against_all_messages_and_says_when_messages_bind
     assert answer["compute_to_communication"] == pytest.approx(computing / messages)
     assert messages == pytest.approx(seconds["tensor"] + seconds["tensor_hidden"] + seconds["data"])
     assert "compute-bound" in printed(*PAPER)
-    bound = ("model=gpt_355m", "cluster=h100", "micro_batch_size=4", "global_batch_size=16")
+    bound = ("model=bert_336m", "cluster=h100", "micro_batch_size=4", "global_batch_size=16")
     assert "communication-bound: messages take" in printed(*bound, "parallel.tp_size=4", "parallel.dp_size=4")
     ranking = printed(*bound, "num_devices=16", "best=true")
     assert "R below 1: communication-bound" in ranking and " R " in ranking.splitlines()[2]

@@ -6,10 +6,10 @@ from .workload import Workload
 
 # Thread time on an Intel Xeon (nominally 2.3 GHz) with compiled layers, `analysis/benchmarks/host_time.py`. The driver
 # of a GPU and the calls of messages are left out.
-FORWARD_S, BACKWARD_S = 0.506e-3, 0.535e-3  # per layer; the backward pass with the hooks that move its gradients
-MICRO_BATCH_S = 4.4e-3  # per micro-batch, of embeddings and loss
-PARAMETER_S = 5.0e-6  # per parameter, or part of one, that the rank updates
-STEP_S = 0.96e-3  # per step
+FORWARD_S, BACKWARD_S = 0.450e-3, 0.425e-3  # per layer; the backward pass with the hooks that move its gradients
+MICRO_BATCH_S = 1.4e-3  # per micro-batch, of embeddings and loss
+PARAMETER_S = 4.6e-6  # per parameter, or part of one, that the rank updates
+STEP_S = 0.68e-3  # per step
 
 
 def host_s(job: Workload, layout: Layout, stage: int = 0) -> float:
