@@ -26,11 +26,12 @@ from analysis.report.style import prepare_figure
 from analysis.scaling_law import law, run
 from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
 from analysis.scaling_law.figure import check_one_panel, draw_rates
-from analysis.scaling_law.transfer import CONDITION, pooled, shifts, transfer
+from analysis.scaling_law.transfer import CONDITION, pooled, references, shifts, transfer
 from lmscale.results import new_record, write_record
 
 NUM_RESAMPLES = 1000
 WITHIN = 1.0  # octaves: a best rate that moves less stays
+LEARNED = 0.1  # nats below a unigram model: a run that ends there has learned
 UNITS = dict.fromkeys(("shift", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
 UNITS |= dict.fromkeys(("penalty", "gain", "sensitivity_mean", "sensitivity_low", "sensitivity_high"), "nats")
 
@@ -107,6 +108,27 @@ def sensitivity(cells: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(list(found.values()), index, ["mean", "low", "high", "below", "above"])
 
 
+def limits(cells: pd.DataFrame) -> pd.DataFrame:
+    """The highest rate at which a seed learns, per condition in which no seed does at the highest rate.
+
+    Returns:
+        indexed by `CONDITION`: `low` and `high`, the lowest and the highest of the seeds' limits; `fallen`, the number
+        of seeds whose limit is below that of the same seed in the reference of `transfer`, nan without one.
+    """
+    learned = cells[cells["loss"] < cells["unigram"] - LEARNED]
+    by_seed = learned.groupby([*CONDITION, "seed"])["lr"].max().unstack().dropna()
+    highest = cells.groupby(CONDITION)["lr"].max()
+    by_seed = by_seed[by_seed.lt(highest.reindex(by_seed.index), axis=0).all(axis=1)]
+    compared = references(cells)
+    fallen = {
+        condition: float((by_seed.loc[condition] < by_seed.loc[compared[condition]]).sum())
+        for condition in by_seed.index
+        if compared.get(condition, condition) != condition and compared[condition] in by_seed.index
+    }
+    found = pd.DataFrame({"low": by_seed.min(axis=1), "high": by_seed.max(axis=1)})
+    return found.assign(fallen=pd.Series(fallen, dtype=float).reindex(found.index))
+
+
 def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any]]:
     """The six tests of `plan.md` on the cells of GPT with pre-norm.
 
@@ -159,9 +181,9 @@ def study_laws(cells: pd.DataFrame, complete: dict[str, bool]) -> pd.DataFrame:
 
 
 def summarize(cells: pd.DataFrame, tables: Iterable[pd.DataFrame], complete: dict[str, bool]) -> dict[str, Any]:
-    """The record of the study: the tests, and what is in the tables of `transfer`, `sensitivity` and `laws`."""
+    """The record of the study: the tests, and the tables of `transfer`, `sensitivity`, `limits` and `laws`."""
     metrics = {}
-    for table, kind in zip(tables, ("", "sensitivity_", ""), strict=True):
+    for table, kind in zip(tables, ("", "sensitivity_", "limit_", ""), strict=True):
         for (family, order, qk_norm, parametrization, *rest), row in table.add_prefix(kind).iterrows():
             arm = f"{family}_{order}{'_qk' * qk_norm}_{parametrization}"
             name = f"{arm}_{rest[0]}x{rest[1]}" if len(rest) > 1 else f"{arm}/{rest[0]}"
@@ -201,6 +223,7 @@ def main() -> int:
         "Best rate of sizes with three rates at least, in octaves from that of the smallest size (none: at an end of "
         "the rates), the loss by which keeping that one is worse, and the gain by the size": transfer(cells),
         "Mean loss above the best, over rates from 1/8 to 8 times the best": sensitivity(cells),
+        "Highest rate at which a seed ends 0.1 nats below a unigram model": limits(cells),
         "L = E + A N^-alpha + B D^-beta": found,
     }
     for title, table in (*tables.items(), ("Published exponents of the best N in compute", law.PUBLISHED)):

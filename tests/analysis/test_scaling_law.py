@@ -175,6 +175,17 @@ def test_sensitivity_is_the_rise_above_the_lowest_mean_with_the_range_over_seeds
     assert decide.sensitivity(cells[cells["lr"] > 2.0**-8]).empty  # the best is at an end
 
 
+def test_the_limit_is_the_highest_rate_that_learns_and_falls_where_that_of_the_smallest_size_is_higher() -> None:
+    """Parabolas that are 0.1 nats below a unigram model up to twice their best rate."""
+    best = {("standard", 4, 64): -8.0, ("standard", 16, 64): -9.0, ("completep", 16, 64): -8.0, ("mup", 4, 256): -5.0}
+    found = decide.limits(curve_cells(best).assign(unigram=4.2)).droplevel(
+        ["family", "norm_order", "qk_norm", "tokens"]
+    )
+    assert found["low"].to_dict() == {key: 2.0 ** (rate + 1) for key, rate in list(best.items())[:3]}
+    assert found["high"].equals(found["low"].rename("high"))  # and none beyond the grid
+    assert found["fallen"].dropna().to_dict() == {("standard", 16, 64): 3, ("completep", 16, 64): 0}
+
+
 def test_sizes_with_two_rates_have_no_shift() -> None:
     cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 128): -8.0, ("standard", 4, 256): -9.0})
     few = (cells["hidden_size"] == 64) & (cells["lr"] < 2.0**-6)
@@ -231,7 +242,9 @@ def test_the_committed_summary_follows_from_the_committed_runs() -> None:
     assert complete == {group["name"]: run.is_complete(group, run.RECORDS) for group in run.read_groups()}
     of_law = cells[(cells["parametrization"] == "mup") & (cells["tokens"] != figure.STEPS_TOKENS)]
     law = decide.laws(of_law, num_resamples=2)[["alpha", "beta", "lack_of_fit"]]
-    again = decide.summarize(cells, (transfer.transfer(cells), decide.sensitivity(cells), law), complete)
+    again = decide.summarize(
+        cells, (transfer.transfer(cells), decide.sensitivity(cells), decide.limits(cells), law), complete
+    )
     assert again["config"] == committed["config"]
     values = {name: entry["value"] for name, entry in again["metrics"].items()}
     expected = {name: committed["metrics"][name]["value"] for name in values}
