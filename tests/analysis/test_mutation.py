@@ -12,14 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEDS, COUNTING = "tests/training/test_attention_seeds.py", "tests/training/test_counters.py"
 UNIQUE = f"{SEEDS}::test_unique_seeds_give_every_rank_step_and_micro_step_its_own_mask"
 MODULE, COUNTERS = "src/lmscale/training/step/training_module.py", "src/lmscale/training/step/counters.py"
-SEED_CALL = "seed_rank_generator(self.seed, step, index, self.dropout_rank, {})"
+SEED_CALL = "seed_rank_generator(self.seed, step, index, self.dropout_rank, {}, parallel.pp_rank)"
 LOSS = "src/lmscale/parallel/chunked_cross_entropy.py"
 SUMS = "tests/parallel/test_cross_entropy.py::test_gradients_of_half_weights_and_biases_are_summed_over_chunks_in_fp32"
 # Name -> file, correct text, text with the mistake, the test that detects it. The first is a bug this project had.
 CHANGES = {
     "tensor rank left out of the seed": (
         MODULE,
-        SEED_CALL.format("self.parallel.tp_rank"),
+        SEED_CALL.format("parallel.tp_rank"),
         SEED_CALL.format("0"),
         UNIQUE,
     ),
@@ -31,8 +31,8 @@ CHANGES = {
     ),
     "micro-step left out of the seed": (
         MODULE,
-        SEED_CALL.format("self.parallel.tp_rank"),
-        SEED_CALL.format("self.parallel.tp_rank").replace("index", "0"),
+        SEED_CALL.format("parallel.tp_rank"),
+        SEED_CALL.format("parallel.tp_rank").replace("index", "0"),
         UNIQUE,
     ),
     "clip factor from the norm with the loss scale": (
