@@ -27,6 +27,7 @@ def test_a_layout_that_differs_fails_the_check(monkeypatch, capsys, gap: float) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_layout_trains_as_one_process(monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["parity.py", "--steps", "2"])
     assert parity.main() == 0

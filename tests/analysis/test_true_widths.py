@@ -79,7 +79,7 @@ def test_runs_that_have_ended_become_records_a_comparison_and_a_figure(tmp_path)
     assert records[0]["metrics"]["step"] == {"value": 0.2, "unit": "s"} and records[0]["kind"] == "scaled_down"
     assert records[0]["environment"] == {"device": "NVIDIA H200"} and records[0]["kernels"] == {"compiles": True}
     lines = true_widths.compare(COMMITTED, records).splitlines()
-    assert len(lines) == 4 and "stuck (expected: stuck), step 0.2 s (forecast for h200: 0.1854)" in lines[3]
+    assert len(lines) == 4 and "stuck (expected: stuck), step 0.2 s (forecast for h200: 0.1837)" in lines[3]
     figure = draw_true_widths(read_curves(records), cells)
     assert [axis.get_title() for axis in figure.axes] == ["2 layers", "3 layers"]
     drawn = [sorted(line.get_ydata()[-1] for line in axis.lines if len(line.get_xdata()) == 2) for axis in figure.axes]
