@@ -115,7 +115,7 @@ def limits(cells: pd.DataFrame) -> pd.DataFrame:
         indexed by `CONDITION`: `low` and `high`, the lowest and the highest of the seeds' limits; `fallen`, the number
         of seeds whose limit is below that of the same seed in the reference of `transfer`, nan without one.
     """
-    learned = cells[cells["loss"] < cells["unigram"] - LEARNED]
+    learned = cells[cells["loss"] <= cells["unigram"] - LEARNED]
     by_seed = learned.groupby([*CONDITION, "seed"])["lr"].max().unstack().dropna()
     highest = cells.groupby(CONDITION)["lr"].max()
     by_seed = by_seed[by_seed.lt(highest.reindex(by_seed.index), axis=0).all(axis=1)]
