@@ -1,5 +1,7 @@
 """Tokenizers: deterministic training, and published files."""
 
+import json
+
 import pytest
 import tokenizers
 from corpora import local_config
@@ -9,6 +11,7 @@ from lmscale.config.family import family_of
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.tokenizer import BERT_SPECIALS, load_tokenizer, read_tokenizer
+from lmscale.data.tokenizer.vocabulary import read_vocabulary, read_whole
 
 TEXTS = embedded_documents()[0][:29]
 
@@ -99,6 +102,23 @@ def test_a_path_without_tokenizer_files_raises_one_line(tmp_path, kind) -> None:
                 TokenizerConfig(kind, path=str(path)), family_of(architecture).corpus, None, list, "", tmp_path
             )
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name, read", [("tokenizer.json", read_whole), ("vocab.json", read_vocabulary)])
+def test_an_id_far_beyond_the_number_of_tokens_is_refused(tmp_path, name, read) -> None:
+    """The library would fill its memory with the ids between when it serializes the vocabulary."""
+    whole = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).to_str())
+
+    def write(highest: int) -> None:
+        vocab = {"a": 0, "b": highest}
+        values = whole | {"model": whole["model"] | {"vocab": vocab}} if read is read_whole else vocab
+        (tmp_path / name).write_text(json.dumps(values))
+
+    write(65_537)
+    read(tmp_path / name)
+    write(65_538)
+    with pytest.raises(ValueError, match=f"{name} must number its 2 tokens below 65,538, but has the id 65,538$"):
+        read(tmp_path / name)
 
 
 def test_a_damaged_tokenizer_of_a_dataset_raises_one_line(tmp_path) -> None:

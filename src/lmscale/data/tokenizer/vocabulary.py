@@ -6,6 +6,8 @@ from typing import Any
 
 import tokenizers
 
+MAX_GAPS = 1 << 16  # ids without a token: the library lists them as it serializes, and ends the process without memory
+
 
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file, with or without a byte-order mark.
@@ -27,10 +29,18 @@ def read_whole(path: Path) -> tokenizers.Tokenizer:
     """
     text = read_text(path)
     try:
-        return tokenizers.Tokenizer.from_str(text)
+        inner = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises bare Exception for a file it cannot read
         reason = " ".join(str(error).split())  # it may quote a line end from the file
         raise ValueError(f"{path} must be a complete tokenizer.json, but: {reason}") from None
+    _check_ids(path, inner.get_vocab())
+    return inner
+
+
+def _check_ids(path: Path, vocab: dict[str, int]) -> None:
+    most, highest = len(vocab) + MAX_GAPS, max(vocab.values(), default=0)
+    if highest >= most:
+        raise ValueError(f"{path} must number its {len(vocab):,} tokens below {most:,}, but has the id {highest:,}")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -62,6 +72,7 @@ def read_vocabulary(path: Path) -> dict[str, int]:
         vocab = read_object(path)
         if not all(type(index) is int and index >= 0 for index in vocab.values()):
             raise ValueError(f"{path} must give each token an id, but does not")
+        _check_ids(path, vocab)
         return vocab
     return {line.rstrip(" \t"): index for index, line in enumerate(_lines(path))}
 
