@@ -1,6 +1,6 @@
 """Run the cells of the study that have no record, each condition as one `sweep=scaling`.
 
-    python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 9 CPU hours
+    python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 13 CPU hours
     python analysis/scaling_law/run.py --list
 
 A stopped study goes on where it stopped. Where a seed's lowest loss is at an end of its condition's rates, the next
