@@ -9,9 +9,10 @@ from cli.entry_points import TINY, train
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
-from lmscale.kernels import PLAIN, Kernels, apex_problem, check_cuda_graphs, choose_kernels
+from lmscale.kernels import PLAIN, Kernels, apex_problem
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+from lmscale.training.kernel_choice import check_cuda_graphs, choose_kernels
 
 FAKES = Path(__file__).parent / "fake_apex"
 

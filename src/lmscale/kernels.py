@@ -1,7 +1,4 @@
-"""The choice of kernels that compute the layers: torch's own, compiled ones or NVIDIA's apex.
-
-apex is optional and never a silent fallback: a run that requests it without being able to use it is refused.
-"""
+"""The kernels that compute the layers: torch's own, compiled ones or NVIDIA's apex, which is optional."""
 
 import importlib.util
 from collections.abc import Callable
@@ -34,72 +31,6 @@ class Kernels:
 
 
 PLAIN = Kernels()
-GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
-
-
-def choose_kernels(
-    *,
-    on_gpu: bool,
-    kernels: str = "torch",
-    compiles: bool | str = "auto",
-    pays_on_cpu: bool = False,
-    cuda_graphs: bool = False,
-    dtype: str = "bf16",
-) -> Kernels:
-    """Resolve a run's `kernels=`, `compile=` and `cuda_graphs=` on this machine.
-
-    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace, and on a CPU where
-    `pays_on_cpu` says that the run is long enough. `kernels=auto` is apex on a GPU if it is installed and nothing is
-    compiled (the compiler fuses LayerNorm with its neighbours), else torch. `check_cuda_graphs` says whether graphs are
-    possible.
-
-    Raises:
-        ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled.
-    """
-    problem = apex_problem() if kernels != "torch" else None
-    if kernels == "apex":
-        if problem is not None:
-            raise ValueError(f"`kernels` must be torch or auto here, because {problem}, but is apex")
-        if not on_gpu:
-            raise ValueError("`kernels` must be torch or auto on a CPU, for which apex has none, but is apex")
-        if compiles is True:
-            raise ValueError("`kernels` must be torch or auto with compile=true, which fuses LayerNorm, but is apex")
-    if compiles == "auto":
-        compiles = kernels != "apex" if on_gpu else pays_on_cpu
-    uses_apex = kernels != "torch" and on_gpu and not compiles and problem is None
-    return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
-
-
-def choose_attention(compiles: bool, dropout: float) -> str:
-    """The attention that is fastest on a CPU, by what was measured; on a GPU each run measures.
-
-    With dropout no fused kernel runs on a CPU, and the compiler fuses the mask of `exact` with the softmax. Record:
-    analysis/benchmarks/records/attention_cpu.json.
-    """
-    return "exact" if compiles and dropout > 0 else "sdpa"
-
-
-def check_cuda_graphs(
-    kernels: Kernels, on_gpu: bool, dtype: str, recompute: str, tp_size: int, pp_size: int = 1
-) -> None:
-    """Refuse CUDA graphs that cannot be recorded.
-
-    Raises:
-        ValueError: no GPU, no compiled layers, no half type, layers that are recomputed, several tensor ranks or
-            stages.
-    """
-    reasons = {
-        "on a CPU": not on_gpu,
-        "where layers are not compiled": not kernels.compiles,
-        # Gradients are in the graphs' memory until the next replay; those of half types are moved out at once.
-        f"with precision={dtype}, whose gradients stay where a graph made them": dtype in ("fp32", "fp64"),
-        f"with model.recompute={recompute}": recompute != "none",
-        f"with parallel.tp_size={tp_size}: collectives are not recorded": tp_size > 1,
-        f"with parallel.pp_size={pp_size}: a replay overwrites what an earlier forward pass has kept": pp_size > 1,
-    }
-    for reason, applies in reasons.items():
-        if kernels.cuda_graphs and applies:
-            raise ValueError(f"`cuda_graphs` must be false {reason}, but is true")
 
 
 def apex_problem() -> str | None:

@@ -13,13 +13,13 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Layout, Recompute
 from lmscale.config.pretrain import RunConfig
-from lmscale.kernels import PLAIN, Kernels, choose_kernels
+from lmscale.kernels import PLAIN, Kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
 from lmscale.training.checkpoints import resuming
 from lmscale.training.checkpoints.resuming import kept_metadata
-from lmscale.training.kernel_choice import compiling_pays, keep_compile, resolve_attention
+from lmscale.training.kernel_choice import choose_kernels, compiling_pays, keep_compile, resolve_attention
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 

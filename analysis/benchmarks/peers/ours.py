@@ -7,11 +7,12 @@ from torch import Tensor
 from analysis.benchmarks.config import BenchConfig
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig
-from lmscale.kernels import Kernels, choose_attention
+from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
 from lmscale.training.accelerator import set_allocator
+from lmscale.training.kernel_choice import choose_attention
 from lmscale.training.runtime.cpu_settings import keep_heap
 from lmscale.training.runtime.gpu_settings import keep_partial_sums_in_fp32
 from lmscale.training.step.optimizer import MixedPrecisionAdamW

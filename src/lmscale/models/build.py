@@ -38,7 +38,7 @@ def build_model(
     Args:
         seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialized (the
             meta device, or weights about to be loaded).
-        kernels: implementations that compute the layers; see `kernels.choose_kernels`.
+        kernels: implementations that compute the layers; see `training.kernel_choice`.
 
     Returns:
         the model of `config.family`, in training mode.

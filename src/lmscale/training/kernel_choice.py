@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.pretrain import RunConfig
-from ..kernels import GPU_ATTENTIONS, Kernels, choose_attention, choose_kernels
+from ..kernels import Kernels, apex_problem
 from ..planner.flops import model_flops_per_step
 from ..planner.workload import STAND_IN_VOCAB_SIZE
 
@@ -18,6 +18,7 @@ from ..planner.workload import STAND_IN_VOCAB_SIZE
 # five times as fast it still gains what the compiler takes.
 FLOPS_PER_S_PER_CORE = 0.2e12
 LEAST_SECONDS = 20 * 60
+GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
@@ -49,6 +50,39 @@ def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, num_hosts: int) -> 
         choice += f": {'compiled' if kernels.compiles else 'eager'}"
         choice += ", as in the checkpoint" * (kept_compile != "auto")
     return kernels, attention, choice
+
+
+def choose_kernels(
+    *,
+    on_gpu: bool,
+    kernels: str = "torch",
+    compiles: bool | str = "auto",
+    pays_on_cpu: bool = False,
+    cuda_graphs: bool = False,
+    dtype: str = "bf16",
+) -> Kernels:
+    """Resolve a run's `kernels=`, `compile=` and `cuda_graphs=` on this machine.
+
+    `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace, and on a CPU where
+    `pays_on_cpu` says that the run is long enough. `kernels=auto` is apex on a GPU if it is installed and nothing is
+    compiled (the compiler fuses LayerNorm with its neighbours), else torch. `check_cuda_graphs` says whether graphs are
+    possible.
+
+    Raises:
+        ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled.
+    """
+    problem = apex_problem() if kernels != "torch" else None
+    if kernels == "apex":
+        if problem is not None:
+            raise ValueError(f"`kernels` must be torch or auto here, because {problem}, but is apex")
+        if not on_gpu:
+            raise ValueError("`kernels` must be torch or auto on a CPU, for which apex has none, but is apex")
+        if compiles is True:
+            raise ValueError("`kernels` must be torch or auto with compile=true, which fuses LayerNorm, but is apex")
+    if compiles == "auto":
+        compiles = kernels != "apex" if on_gpu else pays_on_cpu
+    uses_apex = kernels != "torch" and on_gpu and not compiles and problem is None
+    return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
 
 
 def compiling_pays(run: RunConfig, num_hosts: int) -> bool:
@@ -113,6 +147,15 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, kept: Any) -
     return choose_attention(compiles, run.model.attention_dropout)
 
 
+def choose_attention(compiles: bool, dropout: float) -> str:
+    """The attention that is fastest on a CPU, by what was measured; on a GPU each run measures.
+
+    With dropout no fused kernel runs on a CPU, and the compiler fuses the mask of `exact` with the softmax. Record:
+    analysis/benchmarks/records/attention_cpu.json.
+    """
+    return "exact" if compiles and dropout > 0 else "sdpa"
+
+
 def check_float8(device_name: str, capability: tuple[int, int]) -> None:
     """Refuse a GPU that has no float8 products.
 
@@ -125,3 +168,26 @@ def check_float8(device_name: str, capability: tuple[int, int]) -> None:
             f"`precision` must be bf16 or another on a {device_name}: float8 products need compute capability {needed} "
             f"(it has {found}), but is fp8"
         )
+
+
+def check_cuda_graphs(
+    kernels: Kernels, on_gpu: bool, dtype: str, recompute: str, tp_size: int, pp_size: int = 1
+) -> None:
+    """Refuse CUDA graphs that cannot be recorded.
+
+    Raises:
+        ValueError: no GPU, no compiled layers, no half type, layers that are recomputed, several tensor ranks or
+            stages.
+    """
+    reasons = {
+        "on a CPU": not on_gpu,
+        "where layers are not compiled": not kernels.compiles,
+        # Gradients are in the graphs' memory until the next replay; those of half types are moved out at once.
+        f"with precision={dtype}, whose gradients stay where a graph made them": dtype in ("fp32", "fp64"),
+        f"with model.recompute={recompute}": recompute != "none",
+        f"with parallel.tp_size={tp_size}: collectives are not recorded": tp_size > 1,
+        f"with parallel.pp_size={pp_size}: a replay overwrites what an earlier forward pass has kept": pp_size > 1,
+    }
+    for reason, applies in reasons.items():
+        if kernels.cuda_graphs and applies:
+            raise ValueError(f"`cuda_graphs` must be false {reason}, but is true")

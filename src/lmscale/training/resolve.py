@@ -17,12 +17,12 @@ from ..config.validation import describe_excess, most_samples
 from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
 from ..data.tokenizer import check_tokenizer
-from ..kernels import Kernels, check_cuda_graphs
+from ..kernels import Kernels
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
 from ..planner.workload import Workload
 from . import accelerator, fit
 from .job import Job
-from .kernel_choice import resolve_kernels
+from .kernel_choice import check_cuda_graphs, resolve_kernels
 from .runtime.run_lock import check_not_in_use
 
 
