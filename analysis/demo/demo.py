@@ -29,8 +29,8 @@ from analysis.running import run_python
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.config.from_dict import build
 from lmscale.data.bert_dataset import IGNORE_LABEL
-from lmscale.data.datamodule import make_dataset
 from lmscale.data.prepare import prepare_corpus, unigram_cross_entropy
+from lmscale.data.sampler import make_dataset
 from lmscale.data.tokenizer import END_OF_TEXT
 from lmscale.results import new_record, record_argument, write_record
 

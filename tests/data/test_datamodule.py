@@ -11,11 +11,12 @@ from corpora import local_config, prepare_texts
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lmscale.config import BatchConfig, TransformerConfig
+from lmscale.config import TransformerConfig
 from lmscale.config.data import DataConfig
 from lmscale.data import datamodule
 from lmscale.data.datamodule import PretrainDataModule, TextDataModule
 from lmscale.data.loading import cut_step
+from lmscale.data.sampler import RunSamples
 from lmscale.parallel import ParallelContext
 from lmscale.training.module import GPTModule
 
@@ -30,8 +31,8 @@ def prepared(request, tmp_path_factory):
 
 def make(prepared, dp_rank=0, dp_size=1, micro=2, batch=12, num_validation=None, **changes) -> PretrainDataModule:
     config = DataConfig("embedded", **({"seq_length": 19} | changes))
-    sizes = BatchConfig(micro, batch, dp_size)
-    module = PretrainDataModule(prepared, config, sizes, 7, NUM_STEPS, num_validation)
+    samples = RunSamples(prepared, config, 7, batch, NUM_STEPS, num_validation)
+    module = PretrainDataModule(samples, micro, config.num_workers, by_length=False)
     parallel = SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size)
     strategy = SimpleNamespace(parallel=parallel, root_device=torch.device("cpu"))
     module.trainer = SimpleNamespace(strategy=strategy, global_step=0)
@@ -77,8 +78,7 @@ def test_each_epoch_of_a_loader_begins_after_the_completed_steps_and_it_keeps_it
 def test_the_corpus_hash_depends_on_texts_and_tokenizer(prepared) -> None:
     changes = {"train": prepared.manifest["train"] | {"sha256": "others"}}, {"tokenizer": "another"}
     others = [dataclasses.replace(prepared, manifest=prepared.manifest | change) for change in changes]
-    assert len({make(corpus).corpus_hash for corpus in (prepared, *others)}) == 3
-    assert make(prepared, batch=24).corpus_hash == make(prepared).corpus_hash
+    assert len({corpus.content_hash for corpus in (prepared, *others)}) == 3
 
 
 def test_loaders_do_not_use_the_global_generators(prepared) -> None:
@@ -110,8 +110,8 @@ def test_every_validation_sequence_is_on_one_data_rank_once(prepared, dp_size) -
 
 
 def test_more_validation_sequences_than_available_raise(prepared) -> None:
-    available = make(prepared).num_validation_samples
-    assert make(prepared, num_validation=available).num_validation_samples == available
+    available = len(make(prepared).samples.scored)
+    assert len(make(prepared, num_validation=available).samples.scored) == available
     with pytest.raises(ValueError, match=f"must be at most the validation part's {available} sequences"):
         make(prepared, num_validation=available + 1)
 

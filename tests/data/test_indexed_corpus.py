@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from corpora import local_config, prepare_texts, whole, write_dataset
 
-from lmscale.config import BatchConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.data.datamodule import PretrainDataModule
 from lmscale.data.gpt_dataset import ShuffledGPTDataset
 from lmscale.data.indexed_corpus import split_documents
+from lmscale.data.loading import References
 from lmscale.data.prepare import check_corpus, corpus_unigram_cross_entropy, prepare_corpus
-from lmscale.data.sampler import DATASET_SHIFT
+from lmscale.data.sampler import DATASET_SHIFT, RunSamples
 
 VOCAB = 290
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(60)]
@@ -56,9 +55,8 @@ def opened(path, folder: Path, architecture: str = "gpt", tokenizer: TokenizerCo
     return prepare_corpus(config, tokenizer, architecture, None)
 
 
-def module_of(prepared, num_steps: int = 20, num_validation: int | None = None) -> PretrainDataModule:
-    config = DataConfig("embedded", 16)
-    return PretrainDataModule(prepared, config, BatchConfig(3, 6, 1), 7, num_steps, num_validation)
+def samples_of(prepared, num_steps: int = 20, num_validation: int | None = None) -> RunSamples:
+    return RunSamples(prepared, DataConfig("embedded", 16), 7, 6, num_steps, num_validation)
 
 
 @pytest.mark.parametrize(("sequences", "num_samples", "first"), [(1, 30, 0), (1, 400, 7), (3, 400, 0), (3, 30, 11)])
@@ -96,7 +94,7 @@ def test_only_documents_of_the_training_part_are_trained_on(folder) -> None:
         (0, 48),
         (48, 60),
     ]
-    dataset = module_of(prepared).train_samples[0]
+    dataset = samples_of(prepared).train[0]
     starts = dataset.dataset.document_starts(np.array([0, 48, 60]))
     assert dataset.num_tokens == starts[1] and prepared.manifest["train"]["tokens"] == starts[1]
     assert prepared.manifest["validation"]["tokens"] == starts[2] - starts[1]
@@ -105,53 +103,44 @@ def test_only_documents_of_the_training_part_are_trained_on(folder) -> None:
 
 def test_a_blend_takes_from_each_dataset_in_proportion_and_in_its_own_order(folder) -> None:
     paths = {str(folder / "a_text_document"): 1, str(folder / "b_text_document"): 3.0}
-    module = module_of(opened(paths, folder), num_steps=20)
-    references = module.sampler().references(0, 120)
+    run = samples_of(opened(paths, folder), num_steps=20)
+    references = run.sampler().references(0, 120)
     which, indices = references[:, 2] >> DATASET_SHIFT, references[:, 2] & (2**DATASET_SHIFT - 1)
     assert np.bincount(which).tolist() == [30, 90]
-    for number, samples in enumerate(module.train_samples):
+    for number, samples in enumerate(run.train):
         assert np.array_equal(indices[which == number], samples.order(np.arange((which == number).sum()))[1])
-    alone = {number: samples for number, samples in enumerate(module.train_samples)}
-    batches = module.sampler()
-    for step, batch in zip(batches, iter_steps(module), strict=True):
+    for step, batch in zip(run.sampler(), iter_steps(run), strict=True):
         for place, (_, epoch, index) in enumerate(step.tolist()):
             number, own = index >> DATASET_SHIFT, index & (2**DATASET_SHIFT - 1)
-            single = alone[number].batch(np.array([epoch]), np.array([own]))
+            single = run.train[number].batch(np.array([epoch]), np.array([own]))
             assert np.array_equal(batch["tokens"][place], single["tokens"][0])
 
 
-def iter_steps(module: PretrainDataModule):
+def iter_steps(run: RunSamples):
     """The training steps, as arrays."""
-    from types import SimpleNamespace
-
-    import torch
-
-    module.trainer = SimpleNamespace(
-        strategy=SimpleNamespace(parallel=SimpleNamespace(dp_rank=0, dp_size=1), root_device=torch.device("cpu"))
-    )
-    for step in module.step_loader():
-        yield {key: values.numpy() for key, values in step.items()}
+    for step in run.sampler():
+        yield References(run.train).__getitems__(step)
 
 
 def test_validation_takes_all_of_every_dataset_or_the_first_of_each_by_weight(folder) -> None:
     paths = {str(folder / "a_text_document"): 1, str(folder / "b_text_document"): 1}
     prepared = opened(paths, folder)
-    available = [len(samples) for samples in module_of(prepared).validation_samples]
-    assert min(available) >= 3 and module_of(prepared).num_validation_samples == sum(available)
-    some = module_of(prepared, num_validation=5)
-    assert some._validation[:, 2].tolist() == [0, 2**DATASET_SHIFT, 1, 2**DATASET_SHIFT + 1, 2]
+    available = [len(samples) for samples in samples_of(prepared).validation]
+    assert min(available) >= 3 and len(samples_of(prepared).scored) == sum(available)
+    some = samples_of(prepared, num_validation=5)
+    assert some.scored[:, 2].tolist() == [0, 2**DATASET_SHIFT, 1, 2**DATASET_SHIFT + 1, 2]
     with pytest.raises(ValueError, match=rf"at most the validation part's {available[0]} sequences of 16 .*, but is"):
-        module_of(prepared, num_validation=2 * min(available) + 9)
+        samples_of(prepared, num_validation=2 * min(available) + 9)
 
 
 def test_the_corpus_hash_depends_on_datasets_weights_and_splits(folder) -> None:
     a, b = str(folder / "a_text_document"), str(folder / "b_text_document")
     variants = [(a, {}), (b, {}), ({a: 1, b: 1}, {}), ({a: 1, b: 2}, {}), (a, {"split": "7,3,0"})]
-    hashes = {module_of(opened(path, folder, **changes)).corpus_hash for path, changes in variants}
+    hashes = {opened(path, folder, **changes).content_hash for path, changes in variants}
     assert len(hashes) == 5
-    assert module_of(opened(a, folder)).corpus_hash in hashes
+    assert opened(a, folder).content_hash in hashes
     write_dataset(folder / "a_text_document", random_documents(40, 9))
-    assert module_of(opened(a, folder)).corpus_hash not in hashes
+    assert opened(a, folder).content_hash not in hashes
 
 
 def prepared_folder(folder: Path, architecture: str = "gpt", **changes) -> Path:
@@ -339,13 +328,13 @@ def test_bert_reads_sentences_and_reports_skipped_documents(tmp_path, tokenizers
     prepared = opened(tmp_path / "a_text_sentence", tmp_path, "bert")
     (note,) = prepared.manifest["notes"]
     assert note.startswith("a_text_sentence: 2 of 18 documents have fewer than two sentences or one of more than 512")
-    module = module_of(prepared)
-    assert len(module.train_samples[0]) == 16  # three sentences make one sample
-    references = module.sampler().references(0, 40)
+    run = samples_of(prepared)
+    assert len(run.train[0]) == 16  # three sentences make one sample
+    references = run.sampler().references(0, 40)
     assert [sorted(references[epoch * 16 : epoch * 16 + 16, 2].tolist()) for epoch in (0, 1)] == [list(range(16))] * 2
     assert references[:16, 2].tolist() != references[16:32, 2].tolist()
     assert references[:, 1].tolist() == [0] * 16 + [1] * 16 + [2] * 8
-    batch = next(iter_steps(module))
+    batch = next(iter_steps(run))
     assert batch["tokens"].shape == (6, 16) and (batch["labels"] != -100).any(axis=1).all()
 
 

@@ -13,8 +13,7 @@ from runs import tiny_run
 
 from lmscale.config import Layout, Recompute
 from lmscale.config.layout import ParallelConfig
-from lmscale.data.datamodule import PretrainDataModule
-from lmscale.data.sampler import Blend
+from lmscale.data.sampler import Blend, RunSamples
 from lmscale.launcher import World
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
@@ -198,14 +197,14 @@ def corpus_of(monkeypatch) -> Callable[..., None]:
     """Simulates a held-out text whose datasets, of equal weight, have these numbers of sequences."""
 
     def simulate(*available: int) -> None:
-        def build(run, corpus, batch, num_samples) -> PretrainDataModule:
-            data = object.__new__(PretrainDataModule)
-            data.validation_samples = [range(number) for number in available]
-            data._validation_blend = Blend([1.0] * len(available))
-            data.num_validation_samples = num_samples or sum(available)
-            return data
+        def build(run, corpus, num_samples) -> RunSamples:
+            samples = object.__new__(RunSamples)
+            samples.validation = [range(number) for number in available]
+            samples.validation_blend = Blend([1.0] * len(available))
+            samples.scored = range(num_samples or sum(available))
+            return samples
 
-        monkeypatch.setattr(resolve, "build_data", build)
+        monkeypatch.setattr(resolve, "samples_of", build)
 
     return simulate
 
@@ -217,9 +216,9 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
     run = composed_run(f"model={recipe}")
     trainer, size = run.trainer, run.global_batch_size
     if trainer.num_validation_samples == "auto":
-        data, number = resolve.resolve_validation(run, None, None, on_gpu=True)
+        number = resolve.resolve_validation(run, None, on_gpu=True)
         most = 3 * size * trainer.validate_every_steps // 20
-        assert number == (None if available <= most else most) and data.num_validation_samples == available
+        assert number == (None if available <= most else most)
     else:  # a tiny model, of which a corpus must have as many
         assert trainer.num_validation_samples == 64 and size * trainer.max_steps < 10_000
 
@@ -228,14 +227,14 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
 def test_a_validation_only_at_the_ends_of_a_run_is_bounded_by_the_steps_of_the_run(every: int, corpus_of) -> None:
     corpus_of(PAPERS_CORPUS)
     run = composed_run("model=gpt_2.5b", "trainer.max_steps=10", f"trainer.validate_every_steps={every}")
-    assert resolve.resolve_validation(run, None, None, on_gpu=True)[1] == 768  # 5 % of 3 x 10 x 512
+    assert resolve.resolve_validation(run, None, on_gpu=True) == 768  # 5 % of 3 x 10 x 512
 
 
 def test_a_bounded_validation_takes_of_each_dataset_what_its_weight_allows(corpus_of) -> None:
     run = composed_run("model=gpt_2.5b", "trainer.validate_every_steps=10")  # at most 768 sequences
     for available, number in (((384, 900), 768), ((383, 900), 766), ((100, 900), 200), ((67, 700), None)):
         corpus_of(*available)
-        found = resolve.resolve_validation(run, None, None, on_gpu=True)[1]
+        found = resolve.resolve_validation(run, None, on_gpu=True)
         assert found == number, available
 
 
@@ -244,8 +243,8 @@ def test_a_longer_validation_on_a_gpu_needs_a_higher_share(keys, corpus_of) -> N
     corpus_of(PAPERS_CORPUS)
     run = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in keys))
     with pytest.raises(ValueError, match="^`trainer.num_validation_samples` must be at most 76,800 with trainer.max_"):
-        resolve.resolve_validation(run, None, None, on_gpu=True)
+        resolve.resolve_validation(run, None, on_gpu=True)
     wanted = run.trainer.num_validation_samples
-    assert resolve.resolve_validation(run, None, None, on_gpu=False)[1] == wanted
+    assert resolve.resolve_validation(run, None, on_gpu=False) == wanted
     allowed = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in (*keys, "max_validation_share=0.8")))
-    assert resolve.resolve_validation(allowed, None, None, on_gpu=True)[1] == wanted
+    assert resolve.resolve_validation(allowed, None, on_gpu=True) == wanted

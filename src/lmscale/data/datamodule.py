@@ -1,107 +1,44 @@
 """The Lightning data module: the training steps, and every validation sequence once."""
 
-import hashlib
-from bisect import bisect_left
 from functools import partial
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
-from ..config.family import load
 from .loading import Loader, References, Samples, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
-from .prepared import CorpusPart, PreparedCorpus
-from .sampler import DATASET_SHIFT, Blend, BlendedBatchSampler, GlobalBatchSampler
+from .sampler import RunSamples, make_dataset
 
 
 class PretrainDataModule(L.LightningDataModule):
-    """Samples of a prepared corpus, divided over the data ranks.
+    """The samples of a run, divided over the data ranks.
 
-    A training batch is what this data rank sees in one optimizer step, its share of the global batch. Validation: the
-    first `num_validation_samples` sequences of the validation part, each on one data rank, in micro-batches.
+    A training batch is what this data rank sees in one optimizer step, its share of the global batch. Each validation
+    sequence is on one data rank, in micro-batches.
 
     A batch is a dict of tensors. GPT: `tokens`, `labels` int64 [b, s]. BERT: also `token_types`, `attention_mask`
     [b, s] and `sop_labels` [b]. Both: `sample_numbers` int64 [b], counted over the whole run, and `sample_indices`
     int64 [b], places in the dataset.
 
     Args:
+        num_workers: loader processes of a rank.
         by_length: sort the sequences of a step on a rank by descending length, so that most micro-batches have no
             padding. Not for `mean_of_means`, which depends on how sequences are grouped into micro-batches.
 
     Attributes:
         steps_per_epoch: steps of a Lightning epoch, here of the whole run.
-
-    Raises:
-        ValueError: a split too small for one sample, or fewer validation sequences than requested.
     """
 
-    def __init__(
-        self,
-        prepared: PreparedCorpus,
-        config: DataConfig,
-        batch: BatchConfig,
-        seed: int,
-        num_steps: int,
-        num_validation_samples: int | None,
-        by_length: bool = False,
-    ) -> None:
+    def __init__(self, samples: RunSamples, micro_batch_size: int, num_workers: int, by_length: bool) -> None:
         super().__init__()
-        identity = prepared.manifest["train"]["sha256"] + prepared.manifest["tokenizer"]
-        self.corpus_hash = hashlib.sha256(identity.encode()).hexdigest()[:16]  # of the training text, tokenized
-        self.config, self.batch, self.seed, self.num_steps = config, batch, seed, num_steps
-        self.by_length = by_length
-        self.is_blended = prepared.shuffles_documents
-        self.blend = Blend([part.weight for part in prepared.parts["train"]])
-        num_samples = self.blend.counts(num_steps * batch.global_batch_size)
-        self.train_samples = [
-            make_dataset(prepared, "train", part, config, seed, number, num_samples[number])
-            for number, part in enumerate(prepared.parts["train"])
-        ]
-        self.validation_samples = [
-            make_dataset(prepared, "validation", part, config, seed, number)
-            for number, part in enumerate(prepared.parts["validation"])
-        ]
-        self._validation_blend = Blend([part.weight for part in prepared.parts["validation"]])
-        self._validation = self._order_validation(prepared.parts["validation"], num_validation_samples)
-        self.num_validation_samples = len(self._validation)
-        self.steps_per_epoch = num_steps
-
-    def _order_validation(self, parts: tuple[CorpusPart, ...], num_samples: int | None) -> np.ndarray:
-        """References of the validation sequences: all of every dataset, or the first ones of each by its weight."""
-        available = [len(samples) for samples in self.validation_samples]
-        if num_samples is None:
-            which = np.repeat(np.arange(len(parts)), available)
-            places = np.concatenate([np.arange(count) for count in available])
-        else:
-            blend = self._validation_blend
-            for part, count, wanted in zip(parts, available, blend.counts(num_samples), strict=True):
-                if wanted > count:
-                    of = f" of {part.prefix} ({wanted} by its weight)" if len(parts) > 1 else ""
-                    raise ValueError(
-                        f"`trainer.num_validation_samples` must be at most the validation part's {count} sequences of "
-                        f"{self.config.seq_length} tokens{of}, but is {num_samples}"
-                    )
-            which, places = blend.assign(0, num_samples)
-        return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
-
-    def at_most(self, num_samples: int) -> int | None:
-        """The most sequences up to a bound of which every dataset has its share by weight; None: all are no more."""
-        available = [len(samples) for samples in self.validation_samples]
-        if sum(available) <= num_samples:
-            return None
-
-        def is_above(number: int) -> bool:
-            return any(
-                wanted > count for wanted, count in zip(self._validation_blend.counts(number), available, strict=True)
-            )
-
-        return bisect_left(range(num_samples + 1), True, key=is_above) - 1
+        self.samples, self.micro_batch_size = samples, micro_batch_size
+        self.num_workers, self.by_length = num_workers, by_length
+        self.steps_per_epoch = samples.num_steps
 
     def train_dataloader(self) -> Loader:
         """The steps after the completed ones; the Trainer ends the epoch."""
@@ -110,38 +47,29 @@ class PretrainDataModule(L.LightningDataModule):
     def step_loader(self, start_step: int = 0) -> DataLoader:
         """All steps of the run from `start_step` on."""
         parallel = self.trainer.strategy.parallel
-        sampler = self.sampler(parallel.dp_rank, parallel.dp_size, start_step)
-        collate = partial(collate_step, by_length=self.by_length)
-        return self._loader(self.train_samples, sampler, collate)
-
-    def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
-        """The order of the training samples of one data rank."""
-        layout = self.batch.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
-        if self.is_blended:
-            size = self.num_steps * self.batch.global_batch_size
-            return BlendedBatchSampler(size, *layout, datasets=self.train_samples, blend=self.blend)
-        return GlobalBatchSampler(len(self.train_samples[0]), *layout)
+        sampler = self.samples.sampler(parallel.dp_rank, parallel.dp_size, start_step)
+        return self._loader(self.samples.train, sampler, partial(collate_step, by_length=self.by_length))
 
     def val_dataloader(self) -> Loader:
         """This data rank's validation sequences; the last micro-batch may be smaller."""
         parallel = self.trainer.strategy.parallel
-        borders = [self.num_validation_samples * r // parallel.dp_size for r in range(parallel.dp_size + 1)]
-        mine = self._validation[borders[parallel.dp_rank] : borders[parallel.dp_rank + 1]]
-        size = self.batch.micro_batch_size
+        scored, size = self.samples.scored, self.micro_batch_size
+        borders = [len(scored) * r // parallel.dp_size for r in range(parallel.dp_size + 1)]
+        mine = scored[borders[parallel.dp_rank] : borders[parallel.dp_rank + 1]]
         batches = [mine[i : i + size] for i in range(0, len(mine), size)]
         # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
         # 0, and the other ranks would wait forever: if some rank has no sequences, no rank's loader has a length.
-        some_rank_is_idle = self.num_validation_samples < parallel.dp_size
-        loader = self._loader(self.validation_samples, batches, as_tensors)
+        some_rank_is_idle = len(scored) < parallel.dp_size
+        loader = self._loader(self.samples.validation, batches, as_tensors)
         return Loader(lambda: loader, None if some_rank_is_idle else len(batches))
 
-    def _loader(self, samples: list[Samples], batch_sampler: Any, collate: Any) -> DataLoader:
+    def _loader(self, datasets: list[Samples], batch_sampler: Any, collate: Any) -> DataLoader:
         # Its own generator: a loader that draws from torch's would make the dropout of the ranks differ.
         return DataLoader(
-            References(samples),
+            References(datasets),
             batch_sampler=batch_sampler,
             collate_fn=collate,
-            num_workers=self.config.num_workers,
+            num_workers=self.num_workers,
             worker_init_fn=ignore_signals,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
@@ -149,7 +77,7 @@ class PretrainDataModule(L.LightningDataModule):
 
     def state_dict(self) -> dict[str, int]:
         """How many sequences make a step: with the seed and the completed steps, they are the place in the data."""
-        return {"global_batch_size": self.batch.global_batch_size}
+        return {"global_batch_size": self.samples.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Check that the steps of the checkpoint are ours.
@@ -157,7 +85,7 @@ class PretrainDataModule(L.LightningDataModule):
         Raises:
             ValueError: a step has a different number of sequences.
         """
-        saved, now = state_dict.get("global_batch_size"), self.batch.global_batch_size
+        saved, now = state_dict.get("global_batch_size"), self.samples.global_batch_size
         if saved not in (None, now):
             raise ValueError(f"`global_batch_size` must stay {saved}, as in the checkpoint, but is {now}")
 
@@ -222,12 +150,14 @@ class TextDataModule(PretrainDataModule):
             raise ValueError(f"`max_steps` or `max_epochs` must be set, but both are {trainer.max_steps}")
         dp_size = trainer.strategy.parallel.dp_size
         micro = trainer.lightning_module.micro_batch_size or max(1, self.global_batch_size // dp_size)
-        batch = BatchConfig(micro, self.global_batch_size, dp_size)
+        size = self.global_batch_size
+        BatchConfig(micro, size, dp_size)  # checks that the ranks divide it
         (part, *others) = self.prepared.parts["train"]
-        samples = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
-        epoch = max(1, len(samples) // batch.global_batch_size) if not others else max(1, trainer.max_steps)
+        dataset = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
+        epoch = max(1, len(dataset) // size) if not others else max(1, trainer.max_steps)
         steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)
-        super().__init__(self.prepared, self.data, batch, self.order_seed, steps, self.num_wanted, by_length=True)
+        samples = RunSamples(self.prepared, self.data, self.order_seed, size, steps, self.num_wanted)
+        super().__init__(samples, micro, self.data.num_workers, by_length=True)
         self.trainer = trainer  # which Lightning's constructor forgets
         self.steps_per_epoch = min(epoch, steps)
 
@@ -238,21 +168,3 @@ def check_strategy(trainer: L.Trainer) -> None:
     """Raise `ValueError` for a strategy without data and tensor ranks; Lightning asks the data before the module."""
     if not hasattr(trainer.strategy, "parallel"):
         raise ValueError(f"`strategy` must be a TensorParallelStrategy, but is {type(trainer.strategy).__name__}")
-
-
-def make_dataset(
-    prepared: PreparedCorpus,
-    split: str,
-    part: CorpusPart,
-    config: DataConfig,
-    seed: int,
-    number: int = 0,
-    num_samples: int | None = None,
-) -> Samples:
-    """The samples of one dataset of a split, for the family that the corpus was prepared for.
-
-    Args:
-        number: of the dataset in the blend.
-        num_samples: how many the run takes from it; None if the dataset does not shuffle them.
-    """
-    return load(prepared.samples)(prepared, split, part, config, seed, number, num_samples)

@@ -1,5 +1,6 @@
 """The prepared corpus of a run: its token files and what is known of them."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +49,12 @@ class PreparedCorpus:
     parts: dict[str, tuple[CorpusPart, ...]]
     index_folder: str
     shuffles_documents: bool = False
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the tokenized training text."""
+        identity = self.manifest["train"]["sha256"] + self.manifest["tokenizer"]
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer of the tokens."""

@@ -1,12 +1,16 @@
-"""The global order of samples, a function of the seed alone: blended datasets, divided among data ranks."""
+"""The samples of a run and their global order, a function of the seed alone: blended, divided among data ranks."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..config.data import DataConfig
+from ..config.family import load
 from .permutation import Permutation
+from .prepared import CorpusPart, PreparedCorpus
 
 DATASET_SHIFT = 40  # bits of a reference's index for the sample; the dataset's number is stored above them
 
@@ -174,3 +178,98 @@ class BlendedBatchSampler(GlobalBatchSampler):
             epochs, indices = self.datasets[number].order(places[mine])
             rows[mine, 1], rows[mine, 2] = epochs, (number << DATASET_SHIFT) + indices
         return rows
+
+
+class RunSamples:
+    """The samples of a run: the datasets of both parts of a corpus, the order of training, and which are scored.
+
+    Args:
+        global_batch_size: sequences of a step.
+        num_steps: of the whole run.
+        num_validation_samples: sequences scored each time, the first ones of each dataset by its weight; None: all.
+
+    Attributes:
+        train, validation: the datasets.
+        scored: references of the validation sequences, rows (number, 0, dataset x 2^40 + index), int64 [n, 3].
+
+    Raises:
+        ValueError: a part too small for one sample, or fewer validation sequences than requested.
+    """
+
+    def __init__(
+        self,
+        corpus: PreparedCorpus,
+        config: DataConfig,
+        seed: int,
+        global_batch_size: int,
+        num_steps: int,
+        num_validation_samples: int | None,
+    ) -> None:
+        self.corpus, self.seed, self.global_batch_size, self.num_steps = corpus, seed, global_batch_size, num_steps
+        parts = corpus.parts["train"], corpus.parts["validation"]
+        self.blend, self.validation_blend = (Blend([part.weight for part in each]) for each in parts)
+        num_samples = self.blend.counts(num_steps * global_batch_size)
+        self.train = [
+            make_dataset(corpus, "train", part, config, seed, number, num_samples[number])
+            for number, part in enumerate(parts[0])
+        ]
+        self.validation = [
+            make_dataset(corpus, "validation", part, config, seed, number) for number, part in enumerate(parts[1])
+        ]
+        self.scored = self._order_validation(config.seq_length, num_validation_samples)
+
+    def _order_validation(self, seq_length: int, num_samples: int | None) -> np.ndarray:
+        available = [len(samples) for samples in self.validation]
+        if num_samples is None:
+            which = np.repeat(np.arange(len(available)), available)
+            places = np.concatenate([np.arange(count) for count in available])
+        else:
+            parts, shares = self.corpus.parts["validation"], self.validation_blend.counts(num_samples)
+            for part, count, wanted in zip(parts, available, shares, strict=True):
+                if wanted > count:
+                    of = f" of {part.prefix} ({wanted} by its weight)" if len(parts) > 1 else ""
+                    raise ValueError(
+                        f"`trainer.num_validation_samples` must be at most the validation part's {count} sequences of "
+                        f"{seq_length} tokens{of}, but is {num_samples}"
+                    )
+            which, places = self.validation_blend.assign(0, num_samples)
+        return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
+
+    def at_most(self, num_samples: int) -> int | None:
+        """The most validation sequences up to a bound of which every dataset has its share by weight; None: all."""
+        available = [len(samples) for samples in self.validation]
+        if sum(available) <= num_samples:
+            return None
+
+        def is_above(number: int) -> bool:
+            return any(
+                wanted > count for wanted, count in zip(self.validation_blend.counts(number), available, strict=True)
+            )
+
+        return bisect_left(range(num_samples + 1), True, key=is_above) - 1
+
+    def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
+        """The order of the training samples of one data rank."""
+        layout = self.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
+        if self.corpus.shuffles_documents:
+            size = self.num_steps * self.global_batch_size
+            return BlendedBatchSampler(size, *layout, datasets=self.train, blend=self.blend)
+        return GlobalBatchSampler(len(self.train[0]), *layout)
+
+
+def make_dataset(
+    corpus: PreparedCorpus,
+    split: str,
+    part: CorpusPart,
+    config: DataConfig,
+    seed: int,
+    number: int = 0,
+    num_samples: int | None = None,
+) -> Any:
+    """The samples of one dataset of a split, for the family that the corpus was prepared for.
+
+    Args:
+        number: of the dataset in the blend.
+        num_samples: how many the run takes from it; None if the dataset does not shuffle them.
+    """
+    return load(corpus.samples)(corpus, split, part, config, seed, number, num_samples)

@@ -83,7 +83,7 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     optimizer, schedule = job.optimizer, job.schedule
     if path is not None:
         if path != job.checkpoint:  # under torchrun, or back to an older one
-            optimizer, schedule = check_fit(run, job.model, job.corpus_hash, path)
+            optimizer, schedule = check_fit(run, job.model, job.corpus.content_hash, path)
         resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
     session.watchdog.mark("the choice of kernels")
     model, kernels = agree_on_kernels(job, path if resumes else None, strategy)

@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..data.datamodule import PretrainDataModule
 from ..data.prepare import warn_of_repetition
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
@@ -17,7 +18,7 @@ from .checkpoints.resuming import check_data_digest
 from .events import optional_loggers
 from .metrics_file import MetricsFile
 from .module import PretrainModule
-from .resolve import ResolvedRun, build_data
+from .resolve import ResolvedRun, samples_of
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .runtime.device_memory import check_free_memory
 from .runtime.exit_codes import DONE
@@ -47,9 +48,11 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
     """Train from the checkpoint and with the kernels that all ranks have agreed on; returns the exit code."""
     trainer, folder, strategy, started = session.trainer, session.folder, session.strategy, time.time()
     model = build_module(job, agreed, session)
-    data = build_data(job.run, job.corpus, job.batch, job.num_validation_samples)
+    samples = samples_of(job.run, job.corpus, job.num_validation_samples)
     if agreed.resumes:
-        check_data_digest(agreed.checkpoint, data, strategy)
+        check_data_digest(agreed.checkpoint, samples, strategy)
+    by_length = job.run.loss_reduction == "token_mean"
+    data = PretrainDataModule(samples, job.batch.micro_batch_size, job.run.data.num_workers, by_length)
     metrics, last_step = MetricsFile(folder / METRICS, model.validation_metrics), trainer.max_steps
     if not begin_run_folder(job, agreed, folder, last_step, metrics, strategy):
         return DONE  # an earlier start has completed the run
@@ -57,7 +60,7 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
         warnings = (
             warn_of_slow_type(job.run.precision.dtype, job.on_gpu),
-            warn_of_costly_validation(job, data.num_validation_samples),
+            warn_of_costly_validation(job, len(samples.scored)),
             warn_of_repetition(job.corpus, read),
         )
         print(*warnings, sep="", end="", file=sys.stderr, flush=True)

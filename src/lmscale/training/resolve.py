@@ -7,7 +7,6 @@ import, so this file imports what needs it only after the checks that do not, or
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
@@ -16,6 +15,7 @@ from ..config.training import OptimizerConfig, ScheduleConfig
 from ..config.validation import describe_excess, most_samples
 from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
+from ..data.sampler import RunSamples
 from ..data.tokenizer import check_tokenizer
 from ..kernels import Kernels
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
@@ -50,14 +50,12 @@ class ResolvedRun(CheckedRun):
     """A run ready for its ranks: no `auto` is left outside `run`.
 
     Args:
-        corpus_hash: of the tokenized training text.
         num_validation_samples: sequences scored each time; None: all.
         optimizer, schedule: the run's, or with `resume.schedule=keep` the checkpoint's.
     """
 
     batch: BatchConfig
     corpus: PreparedCorpus
-    corpus_hash: str
     num_validation_samples: int | None
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
@@ -77,18 +75,17 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
     batch = run.check_layout(checked.layout, model)
     kept = None if run.resume.weights_only else checked.checkpoint
-    data, num_validation = resolve_validation(run, corpus, batch, checked.on_gpu, kept)
+    num_validation = resolve_validation(run, corpus, checked.on_gpu, kept)
     optimizer, schedule = run.optimizer, run.schedule
     if checked.checkpoint is not None:
         from .checkpoints.resuming import check_fit
 
-        optimizer, schedule = check_fit(run, model, data.corpus_hash, checked.checkpoint)
+        optimizer, schedule = check_fit(run, model, corpus.content_hash, checked.checkpoint)
     decided = vars(checked) | {"model": model, "files": files or {}}
     return ResolvedRun(
         **decided,
         batch=batch,
         corpus=corpus,
-        corpus_hash=data.corpus_hash,
         num_validation_samples=num_validation,
         optimizer=optimizer,
         schedule=schedule,
@@ -175,31 +172,28 @@ def check_paths(run: RunConfig, world: World | None) -> None:
 
 
 def resolve_validation(
-    run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig, on_gpu: bool, checkpoint: str | None = None
-) -> tuple[Any, int | None]:
-    """The data of the run and how many sequences are scored each time; None: all. `auto` keeps those of a checkpoint.
+    run: RunConfig, corpus: PreparedCorpus, on_gpu: bool, checkpoint: str | None = None
+) -> int | None:
+    """How many sequences are scored each time; None: all. `auto` keeps those of a checkpoint.
 
     Raises:
         ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
             much of a GPU's time.
     """
     wanted, size = run.trainer.num_validation_samples, run.global_batch_size
-    data = build_data(run, corpus, batch, None if wanted == "auto" else wanted)
+    samples = samples_of(run, corpus, None if wanted == "auto" else wanted)
     if wanted == "auto":
         kept = "auto"
         if checkpoint is not None:
             from ..checkpoint import read_metadata
 
             kept = read_metadata(checkpoint).run.get("trainer", {}).get("num_validation_samples", "auto")
-        return data, data.at_most(most_samples(run.trainer, size)) if kept == "auto" else kept
-    if on_gpu and (costly := describe_excess(run.trainer, data.num_validation_samples, size)):
+        return samples.at_most(most_samples(run.trainer, size)) if kept == "auto" else kept
+    if on_gpu and (costly := describe_excess(run.trainer, len(samples.scored), size)):
         raise ValueError(costly)
-    return data, wanted
+    return wanted
 
 
-def build_data(run: RunConfig, corpus: PreparedCorpus, batch: BatchConfig, num_validation: int | None) -> Any:
-    """The `PretrainDataModule`: the run's samples in their order; see there for errors."""
-    from ..data.datamodule import PretrainDataModule  # imports Lightning
-
-    trainer, by_length = run.trainer, run.loss_reduction == "token_mean"
-    return PretrainDataModule(corpus, run.data, batch, run.seed, trainer.max_steps, num_validation, by_length)
+def samples_of(run: RunConfig, corpus: PreparedCorpus, num_validation: int | None) -> RunSamples:
+    """The run's samples in their order; see `RunSamples` for errors."""
+    return RunSamples(corpus, run.data, run.seed, run.global_batch_size, run.trainer.max_steps, num_validation)

@@ -26,7 +26,7 @@ from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
-from ...data.datamodule import PretrainDataModule
+from ...data.sampler import RunSamples
 from ...launcher import is_restart
 from ..step.learning_rate import learning_rate_of_update
 from ..strategy import TensorParallelStrategy
@@ -234,7 +234,7 @@ def agree_on_checkpoint(
     return None
 
 
-def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParallelStrategy) -> None:
+def check_data_digest(path: str, samples: RunSamples, strategy: TensorParallelStrategy) -> None:
     """Check on all ranks that the samples a checkpoint has consumed are those that this run would have consumed.
 
     Raises:
@@ -244,7 +244,7 @@ def check_data_digest(path: str, data: PretrainDataModule, strategy: TensorParal
         one all-reduce of a number over the world, between the hosts.
     """
     metadata = read_metadata(path)
-    digest = expected_digest(data.sampler(), metadata.step, strategy.global_rank, strategy.world_size)
+    digest = expected_digest(samples.sampler(), metadata.step, strategy.global_rank, strategy.world_size)
     if strategy.world_size > 1:
         dist.all_reduce(digest, group=strategy.control_group)
     expected, found = digest_text(int(digest)), metadata.state["data_digest"]

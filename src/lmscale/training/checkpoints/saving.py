@@ -97,7 +97,7 @@ class Checkpointing(L.Callback):
             or (batch_idx + 1) % _VALIDATED_TOGETHER
         ):
             return
-        samples_of_all = trainer.datamodule.num_validation_samples // pl_module.parallel.dp_size
+        samples_of_all = len(trainer.datamodule.samples.scored) // pl_module.parallel.dp_size
         if batch_idx >= samples_of_all // self.run.micro_batch_size or pl_module.completed_steps >= trainer.max_steps:
             return  # some rank has no such micro-batch
         (wants_stop,) = trainer.strategy.any_rank(self.interruption.received is not None)
@@ -146,7 +146,7 @@ class Checkpointing(L.Callback):
     def _state(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         """What a checkpoint holds besides weights and optimizer: data digest, training time, this step's validation."""
         digest = sum_over_data_ranks(self.digest.value.clone(), pl_module.parallel)
-        state = {"data_digest": digest_text(int(digest)), "corpus_hash": trainer.datamodule.corpus_hash}
+        state = {"data_digest": digest_text(int(digest)), "corpus_hash": trainer.datamodule.samples.corpus.content_hash}
         state["train_time_s"] = time.time() - self.report.training_from
         if self.report.validated_at == pl_module.completed_steps:
             state["validation"] = self.report.validation
