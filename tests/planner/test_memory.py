@@ -9,9 +9,8 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, SingleRankCommunicator, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
-from lmscale.planner.memory import GIB, estimate_memory, stage_memory, usable_bytes
-from lmscale.planner.search import first_that_fits, powers_of_two
-from lmscale.planner.workload import Workload
+from lmscale.planner.memory import GIB, estimate_memory, first_that_fits, stage_memory, usable_bytes
+from lmscale.planner.workload import Workload, powers_of_two
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -19,9 +19,8 @@ from lmscale.planner.search import (
     rank_layouts,
     rank_on_machine,
     suggest_layout,
-    tensor_sizes,
 )
-from lmscale.planner.workload import Workload
+from lmscale.planner.workload import Workload, tensor_sizes
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 

@@ -20,7 +20,8 @@ from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters, stage_placements
 from lmscale.planner.plan import Plan, describe_stages
-from lmscale.planner.search import rank_layouts, stage_numbers
+from lmscale.planner.search import rank_layouts
+from lmscale.planner.workload import stage_numbers
 from lmscale.training.step import optimizer as step_optimizer
 
 

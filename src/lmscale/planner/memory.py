@@ -5,6 +5,7 @@ parameters of the rank, e bytes of a weight. Left out: the framework and its dev
 temporaries of single kernels, the padding of the gradient buffer.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import Layout, Recompute
@@ -13,6 +14,7 @@ from .params import copied_parameters, distinct_stages, rank_parameters
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 GIB = 2**30
+Candidate = tuple[Workload, Layout]  # a job, with its micro-batch and recomputation mode, in a layout
 # Memory used by the framework, its context and fragmentation: an allowance on a GPU; on a CPU the 0.3 GiB of a process
 # that has imported torch and Lightning, plus some.
 GPU_RESERVED_GIB, CPU_RESERVED_GIB = 2.0, 0.5
@@ -79,6 +81,11 @@ def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
     return max(
         (stage_memory(job, layout, stage) for stage in distinct_stages(job.config, layout)), key=lambda each: each.total
     )
+
+
+def first_that_fits(candidates: Iterable[Candidate], usable: int) -> Candidate | None:
+    """The first candidate whose rank needs at most `usable` bytes; None if there is none."""
+    return next((each for each in candidates if estimate_memory(*each).total <= usable), None)
 
 
 def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimate:

@@ -7,24 +7,20 @@ from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
 from ..config.validation import describe_time, most_samples
+from .memory import first_that_fits
 from .plan import Plan, describe_padding, describe_shortage, describe_stages
 from .search import (
     Ranking,
     describe_host,
     describe_limits,
     divides,
-    divisors,
-    first_that_fits,
     largest_number,
-    layout_at,
-    model_sizes,
     nearest,
     rank_layouts,
     rank_on_machine,
-    stage_numbers,
     suggest_layout,
 )
-from .workload import STAND_IN_VOCAB_SIZE, Workload
+from .workload import STAND_IN_VOCAB_SIZE, Workload, divisors, layout_at, model_sizes, stage_numbers
 
 _HALF = ("bf16", "fp16")
 

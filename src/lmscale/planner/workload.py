@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Layout, Recompute, TransformerConfig
+from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
 from .flops import scored_tokens
@@ -109,3 +110,58 @@ class Workload:
             + (" parallel.batch_halves=true" if layout.batch_halves else "")
             + (" parallel.pad_heads=true" if self.config.num_attention_heads % layout.tp_size else "")
         )
+
+
+def divisors(number: int, largest: int) -> list[int]:
+    """The divisors of a number up to `largest`, ascending."""
+    return [n for n in range(1, min(number, largest) + 1) if number % n == 0]
+
+
+def largest_dp_size(num_micro_batches: int, largest: int) -> int:
+    """The largest number of data ranks, up to `largest`, that divides the micro-batches of a step; at least 1."""
+    return max(divisors(num_micro_batches, largest), default=1)
+
+
+def layout_at(job: Workload, request: ParallelConfig, tp_size: int, pp_size: int, num_devices: int) -> Layout:
+    """The requested layout at these sizes; `dp_size=auto`: as many data ranks as batch and devices allow."""
+    dp_size = request.dp_size
+    if dp_size == "auto":
+        dp_size = largest_dp_size(job.global_batch_size // job.micro_batch_size, num_devices // (tp_size * pp_size))
+    return request.layout(tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
+
+
+def tensor_sizes(job: Workload, pad_heads: bool, largest: int) -> list[int]:
+    """Every `tp_size` up to `largest` and the number of heads that cuts the model into equal shards, ascending."""
+    largest = min(largest, job.config.num_attention_heads)
+    return [size for size in job.config.tensor_parallel_sizes(pad_heads) if size <= largest]
+
+
+def powers_of_two(job: Workload, pad_heads: bool, largest: int | None = None) -> list[int]:
+    """The `tensor_sizes` that `tp_size=auto` tries, ascending."""
+    return [p for p in tensor_sizes(job, pad_heads, largest or job.config.num_attention_heads) if p.bit_count() == 1]
+
+
+def model_sizes(
+    job: Workload, tp_size: int | str, pp_size: int | str, pad_heads: bool, largest: int | None = None
+) -> list[tuple[int, int]]:
+    """(tp_size, pp_size) to try in their order where one or both are `auto`: the fewest ranks first, then stages.
+
+    Args:
+        largest: number of ranks; None: as many as the model has heads, per stage.
+    """
+    tp_sizes = powers_of_two(job, pad_heads, largest) if tp_size == "auto" else [tp_size]
+    pp_sizes = stage_numbers(job) if pp_size == "auto" else [pp_size]
+    pairs = [(p, s) for p in tp_sizes for s in pp_sizes if largest is None or p * s <= largest]
+    return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
+
+
+def stage_numbers(job: Workload) -> list[int]:
+    """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers."""
+    most = 1 if job.config.traits.transformer_inputs is None else job.config.num_layers
+    return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
+
+
+def with_other_stages(job: Workload, layout: Layout) -> list[Layout]:
+    """The layout, then with every power of two as its number of stages, for messages."""
+    powers = [n for n in stage_numbers(job) if n.bit_count() == 1 and n != layout.pp_size]
+    return [layout, *(dataclasses.replace(layout, pp_size=n) for n in powers)]

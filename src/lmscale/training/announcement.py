@@ -10,7 +10,7 @@ from ..config.pretrain import RunConfig
 from ..config.validation import describe_excess, describe_time
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
-from ..planner.search import largest_dp_size
+from ..planner.workload import largest_dp_size
 from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun

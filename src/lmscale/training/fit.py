@@ -9,9 +9,8 @@ from ..config.finetune import FinetuneConfig
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
-from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, usable_bytes
-from ..planner.search import first_that_fits, layout_at, model_sizes, powers_of_two, with_other_stages
-from ..planner.workload import Workload
+from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
+from ..planner.workload import Workload, layout_at, model_sizes, powers_of_two, with_other_stages
 from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
@@ -27,7 +26,7 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
     Raises:
         ValueError: the world size does not match, or no size fits (`auto`).
     """
-    on_gpu, devices = workload.on_gpu, 1 if world is None else world.size
+    on_gpu, memory, devices = workload.on_gpu, device_memory(workload.on_gpu), 1 if world is None else world.size
     if on_gpu and world is None:
         import torch
 
@@ -40,7 +39,7 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
 
     if "auto" in (request.tp_size, request.num_stages):
         sizes = model_sizes(workload, request.tp_size, request.num_stages, request.pad_heads)
-        memory, ranks, fewest = device_memory(on_gpu), 1, at(*sizes[0]).world_size
+        ranks, fewest = 1, at(*sizes[0]).world_size
         if not on_gpu:  # the local ranks share the host's memory
             ranks = world.local_size if world is not None else fewest
         found = first_that_fits([(workload, at(*size)) for size in sizes], usable_bytes(memory, on_gpu, ranks))
