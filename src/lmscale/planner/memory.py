@@ -101,7 +101,7 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     and product stay, in fp32 at least.
 
     Full recomputation keeps only the layer's input, b s h e. Selective recomputation drops the scores and the output of
-    the GELU, f b s e / p.
+    the GELU, f b s e / p; the last layer has one of the two again in its backward pass.
 
     Around the layers: input of the LayerNorm outside them, dropout mask of the embedding, gradient of the rows that are
     projected: b s h (e + 1) + m h e for m scored tokens; for BERT three tensors of the masked-LM head more, 3 m h e.
@@ -133,7 +133,7 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
         around += input_bytes
     kept, recomputed = {
         Recompute.NONE: (layer, 0),
-        Recompute.SELECTIVE: (layer, _core_bytes(job, layout)),
+        Recompute.SELECTIVE: (layer, max(_core_bytes(job, layout), _mlp_bytes(job, layout))),
         Recompute.FULL: (input_bytes, layer - input_bytes),
     }[config.recompute]
     embedding = config.padded_vocab_size // layout.tp_size * h * e if is_first or is_last else 0
