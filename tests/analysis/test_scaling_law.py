@@ -190,6 +190,7 @@ def test_sizes_with_two_rates_have_no_shift() -> None:
     cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 128): -8.0, ("standard", 4, 256): -9.0})
     few = (cells["hidden_size"] == 64) & (cells["lr"] < 2.0**-6)
     assert list(transfer.transfer(cells[~few]).reset_index()["hidden_size"]) == [256]  # compared with 128
+    assert decide.at_best_rate(cells[(cells["hidden_size"] == 64) & ~few]).empty
 
 
 def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> None:

@@ -105,8 +105,10 @@ def test_invalid_requests_raise_before_anything_is_written(tmp_path, monkeypatch
         with pytest.raises(ValueError) as caught:
             reshard(source, tmp_path / "target", *arguments)
         assert message in str(caught.value)
-    with pytest.raises(CheckpointError, match="`target` must not exist yet"):
-        reshard(source, source.parent, 1)
+    source.with_name("link").symlink_to("nowhere")
+    for taken in (source.parent, source.with_name("link")):
+        with pytest.raises(CheckpointError, match="`target` must not exist yet"):
+            reshard(source, taken, 1)
     with pytest.raises(CheckpointError, match="does not exist"):
         reshard(tmp_path / "nothing", tmp_path / "target", 1)
     usage = collections.namedtuple("usage", "total used free")(10**9, 10**9, 1000)

@@ -59,6 +59,13 @@ def samples_of(prepared, num_steps: int = 20, num_validation: int | None = None)
     return RunSamples(prepared, DataConfig("embedded", 16), 7, 6, num_steps, num_validation)
 
 
+def test_parts_of_as_many_documents_and_tokens_have_their_own_windows(tmp_path) -> None:
+    part = whole(write_dataset(tmp_path / "a", [[[1] * size] for size in (*range(9), *range(9)[::-1])]))
+    halves = replace(part, last=9), replace(part, first=9)
+    made = [ShuffledGPTDataset(half, VOCAB, 4, "train", 1, 12, tmp_path / "indices") for half in halves]
+    assert made[0].num_tokens == made[1].num_tokens and made[0].windows.path != made[1].windows.path
+
+
 @pytest.mark.parametrize(("sequences", "num_samples", "first"), [(1, 30, 0), (1, 400, 7), (3, 400, 0), (3, 30, 11)])
 def test_windows_cover_the_concatenated_shuffled_documents(tmp_path, sequences, num_samples, first) -> None:
     documents = [sum(sequences, []) for sequences in random_documents(50, 3, sequences)]

@@ -101,6 +101,12 @@ def test_the_sentences_of_a_text_in_pieces_are_the_same(monkeypatch, shared_data
         assert np.array_equal(found, expected)
 
 
+def test_a_long_sentence_is_cut_in_as_few_pieces_as_hold_it(shared_data) -> None:
+    texts = ["a " * length for length in (1, 128, 129, 256)]
+    _, sizes, counts, num_cut = SentenceEncoder(published("bert", shared_data)).encode(texts)
+    assert (sizes.tolist(), counts.tolist(), num_cut) == ([1, 128, 128, 1, 128, 128], [1, 1, 2, 2], 2)
+
+
 @pytest.mark.parametrize("architecture", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
 def test_a_tokenizer_trained_on_pieces_is_the_same(short_pieces, architecture: str) -> None:
     some = [text for text in embedded_documents()[0][:8] if len(text) < 20_000]

@@ -89,13 +89,14 @@ def test_a_run_that_reads_its_corpus_more_than_a_hundred_times_is_warned(tmp_pat
     assert line.startswith(f"WARNING: the run reads {250 * there:,} tokens, 250 times the {there:,} of its corpus;")
 
 
-def test_a_cached_corpus_is_read_again_only_if_a_file_changes(tmp_path) -> None:
+def test_a_cached_corpus_is_read_again_only_if_a_file_or_the_split_changes(tmp_path) -> None:
     first = prepare_texts(tmp_path, TEXTS, "bert")
     stamp = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()}
     second = prepare_texts(tmp_path, TEXTS, "bert")
     assert second == first
     assert {p.name: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*") if p.is_file()} == stamp
     assert prepare_texts(tmp_path, [*TEXTS, "One more. And more."], "bert").folder != first.folder
+    assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=7).folder != first.folder
 
 
 def test_a_hugging_face_dataset_is_read(tmp_path) -> None:

@@ -106,6 +106,11 @@ def rename_a_question(values: dict) -> None:
             "`task.num_best` of .*5, but has 1",
         ),
         (
+            "squad_v1",
+            edit_json("task.json", lambda v: v.__setitem__("null_threshold", 0.5)),
+            "`task.null_threshold` of .*None, but has 0.5",
+        ),
+        (
             "qqp",
             edit_json("task.json", lambda v: v.__setitem__("validation", {})),
             r"validation sets .*, \['dev'\], but has \[\]",

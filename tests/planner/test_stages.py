@@ -16,7 +16,7 @@ from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
-from lmscale.planner.communication import micro_batch_collectives
+from lmscale.planner.communication import TIED_GRADIENT, TIED_WEIGHT, micro_batch_collectives, step_collectives
 from lmscale.planner.memory import stage_memory
 from lmscale.planner.params import copied_parameters, distinct_stages, rank_parameters, stage_placements
 from lmscale.planner.plan import Plan, describe_stages
@@ -62,14 +62,20 @@ def test_the_first_of_equal_stages_keeps_most() -> None:
     assert stage_memory(few, layout, 1) == stage_memory(few, layout, 5)  # both keep the two that there are
 
 
+def test_stages_of_other_sizes_are_distinct() -> None:
+    config = sized("gpt", 8, 64, 4, 1000, 48)
+    sizes = [len(layers) for layers in config.stages(6)]
+    assert {sizes[stage] for stage in distinct_stages(config, Layout(pp_size=6))[1:-1]} == {*sizes[1:-1]} == {1, 2}
+
+
 def test_idle_time_is_that_of_the_other_stages_micro_batches() -> None:
     job = dataclasses.replace(training(paper_model("gpt_8.3b"), 1), global_batch_size=64)
-    for pp_size, dp_size in ((4, 1), (8, 2)):
-        plan = Plan(job, Layout(tp_size=8, pp_size=pp_size, dp_size=dp_size), cluster("h100"))
-        passes = [row for row in plan.rows if row.phase in ("forward", "backward") and row.part != "idle"]
-        own = sum(row.seconds for row in passes)
+    passes = "forward", "recomputation", "backward"
+    for pp, dp, recompute in ((4, 1, "none"), (8, 2, "full")):
+        plan = Plan(job.change(recompute=recompute), Layout(tp_size=8, pp_size=pp, dp_size=dp), cluster("h100"))
+        own = sum(row.seconds for row in plan.rows if row.phase in passes and row.part != "idle")
         num = job.num_micro_batches(plan.layout)
-        assert plan.time.idle / (plan.time.idle + own) == pytest.approx((pp_size - 1) / (num + pp_size - 1))
+        assert plan.time.idle / (plan.time.idle + own) == pytest.approx((pp - 1) / (num + pp - 1))
 
 
 def test_stages_send_each_other_the_tokens_of_their_ranks() -> None:
@@ -78,6 +84,9 @@ def test_stages_send_each_other_the_tokens_of_their_ranks() -> None:
         layout = Layout(tp_size=2, pp_size=2, sequence_parallel=cuts_sequence)
         (sent,) = (c for c in micro_batch_collectives(job, layout) if c.kind == "send")
         assert sent.num_bytes == 4 * 1024 * 1536 * 2 // (2 if cuts_sequence else 1)
+        of_stages = [step_collectives(job, layout, stage=stage) for stage in (0, 1)]
+        tied = [c.num_bytes for found in of_stages for c in found if c.what in (TIED_WEIGHT, TIED_GRADIENT)]
+        assert tied == [51200 // 2 * 1536 * size for size in (2, 4)]  # the gradient is summed in fp32
 
 
 def test_a_step_of_one_micro_batch_is_described_as_such() -> None:

@@ -260,21 +260,25 @@ def drift(rank: int, what: str) -> None:
                 (digest,) = (c for c in self.trainer.callbacks if isinstance(c, SampleDigest))
                 digest.value += 1
             else:
-                self.model.get_parameter(what).data.view(-1)[0] += 1e-12
+                weight = self.model.get_parameter(what).data.view(-1)[:1]
+                weight.copy_(weight.nextafter(weight + 1))
 
     PretrainModule.optimizer_step = step_and_drift
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "what", "named"),
+    ("tp_size", "dtype", "what", "named"),
     [
-        (2, "transformer.layers.0.attention_norm.weight", "model/transformer.layers.0.attention_norm.weight"),
-        (2, "sample numbers", "sample numbers"),
-        (1, "transformer.layers.1.mlp.up.weight", "model/transformer.layers.1.mlp.up.weight"),
+        (2, "fp64", "transformer.layers.0.attention_norm.weight", "model/transformer.layers.0.attention_norm.weight"),
+        (2, "fp64", "sample numbers", "sample numbers"),
+        (1, "fp64", "transformer.layers.1.mlp.up.weight", "model/transformer.layers.1.mlp.up.weight"),
+        (1, "bf16", "transformer.layers.1.mlp.up.weight", "transformer.layers.1.mlp.up.weight"),  # not its master
     ],
 )
-def test_the_replica_check_names_the_differing_tensor_and_stops_saving(tmp_path, capfd, tp_size, what, named) -> None:
-    sizes = {"parallel__tp_size": tp_size, "parallel__dp_size": 2 // tp_size, "precision__dtype": "fp64"}
+def test_the_replica_check_names_the_differing_tensor_and_stops_saving(
+    tmp_path, capfd, tp_size, dtype, what, named
+) -> None:
+    sizes = {"parallel__tp_size": tp_size, "parallel__dp_size": 2 // tp_size, "precision__dtype": dtype}
     run = run_of(tmp_path, trainer__check_replicas_every_steps=2, **sizes)
     run_jobs([run], 2, REPLICAS_DIFFER, partial(drift, what=what))
     stderr = capfd.readouterr().err

@@ -126,6 +126,7 @@ def _sum_toys(rank: int, plain: ParallelContext) -> dict:
             if used[rank]:
                 sum((rank + 1) * (index + 1) * parameters[index].sum() for index in used[rank]).backward()
             buffer.reduce()
+            buffer.complete()  # as the optimizer's step does
             parts = zip(buffer.parts, buffer.part_views(buffer.own(buffer.flat)), strict=True)
             results[zero1, name] = (
                 list(came),

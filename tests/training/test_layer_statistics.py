@@ -14,6 +14,7 @@ from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
 from lmscale.parallel import ParallelContext
+from lmscale.parallel.communicator import SingleRankCommunicator
 from lmscale.training.callbacks.layer_statistics import FILE, LayerStatistics, measure_sublayers
 
 EXACT = {"logger__layer_grad_norms": True, "micro_batch_size": 2}
@@ -96,6 +97,12 @@ def test_two_tensor_ranks_measure_what_one_process_does() -> None:
                 assert list(two.values()) == [
                     v if isinstance(v, str) else pytest.approx(v, rel=1e-11) for v in one.values()
                 ]
+
+
+def test_a_rank_of_dummy_heads_alone_adds_no_entropy() -> None:
+    config = small_config("gpt", hidden_size=20, num_attention_heads=5)
+    last = ParallelContext(3, 4, tp_communicator=SingleRankCommunicator(), pad_heads=True)  # of 2, 2, 1 and 0 heads
+    assert [e.get("attention_entropy", 0) for e in measure(random_model(config, last), random_batch(config))] == [0] * 4
 
 
 def test_a_run_writes_its_steps_once_and_trains_as_without(tmp_path: Path) -> None:

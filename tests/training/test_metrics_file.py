@@ -125,6 +125,8 @@ def test_a_metric_that_only_the_later_part_has_gets_a_column(tmp_path, monkeypat
     third.log_metrics({"val/loss": 4.0}, 6)
     assert [row["mfu"] for row in rows(third.path)] == ["", "", "", "0.4", "0.5", ""]
     assert float(rows(third.path)[5]["train/loss"]) == 1.0 / 6 and rows(third.path)[5]["val/loss"] == "4.0"
+    third.log_metrics({"val/penalty_loss": 0.5}, 6)  # of the row just written
+    assert [row["step"] for row in rows(third.path)] == list("123456")
 
 
 def test_a_resumed_run_gets_the_validation_columns_that_its_file_lacks(tmp_path) -> None:

@@ -104,6 +104,14 @@ def test_fp32_masters_of_half_weights_keep_small_updates(dtype) -> None:
         assert moved.max() <= 3.1e-5 and moved.max() > 2e-5  # about lr per update, below bf16's resolution at 1
 
 
+def test_masters_that_are_not_read_from_a_checkpoint_stay() -> None:
+    """As those of a new head on a pretrained encoder."""
+    _, optimizer = make("bf16")
+    drawn = [master.clone() for master in optimizer.masters]
+    optimizer.load_masters(lambda key, out: None)
+    assert all(map(torch.equal, optimizer.masters, drawn))
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype) -> None:
     model, optimizer = make(dtype)

@@ -97,6 +97,9 @@ def test_a_run_over_stages_equals_that_of_one_process(request, folder, layout, n
         root = folder / name
     one, stages = root / "one", root / "stages"
     assert_equal_runs(one, stages, BOUND, moments=100.0)
+    alone, of_each = (read_rows(path)[-1] for path in (one, stages))
+    rates = [row["tflops_per_s_per_device"] / row["tokens_per_s"] for row in (alone, of_each)]
+    assert rates[0] == pytest.approx(rates[1] * math.prod(layout))
     if (one / "layer_statistics.jsonl").exists():
         found, other = (json.loads((path / "layer_statistics.jsonl").read_text()) for path in (one, stages))
         assert len(found["sublayers"]) == 10

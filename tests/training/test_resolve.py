@@ -124,6 +124,16 @@ def test_zero1_whose_saves_the_host_cannot_hold_is_refused(tmp_path, monkeypatch
         resolve.check(run)
 
 
+def test_the_ranks_of_one_host_share_its_memory(tmp_path, monkeypatch) -> None:
+    run, layout = tiny_run("gpt", tmp_path, parallel__dp_size=4, micro_batch_size=2), Layout(dp_size=4)
+    sequence = fit.SAMPLE_OVERHEAD_BYTES + 2 * 2 * 8 * 33  # tokens and labels
+    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * sequence)
+    fit.check_host(run, layout, World("srun", size=4, local_size=2))
+    for world in (World("srun", size=4, local_size=4), None):
+        with pytest.raises(ValueError, match="`global_batch_size` must be at most 4, .* but is 8$"):
+            fit.check_host(run, layout, world)
+
+
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:
     gpu_of(2**40)
     monkeypatch.setattr(resolve, "world_from_outside", lambda: World("srun", 8, 8, 0, 0))
