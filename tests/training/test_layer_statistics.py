@@ -33,9 +33,16 @@ def measure(model: nn.Module, batch: dict) -> list[dict]:
     return measure_sublayers(model, lambda: total_loss(model, batch))
 
 
-@pytest.mark.parametrize("order", ["pre", "post", "deepnorm", "peri"])
-def test_the_statistics_are_those_of_the_branch_and_the_residual_of_a_layer(order: str) -> None:
-    config = small_config("bert", norm_order=order)
+@pytest.mark.parametrize(
+    ("order", "changes"),
+    [
+        *((order, {}) for order in ("pre", "post", "deepnorm", "peri")),
+        ("pre", {"qk_norm": True}),
+        ("pre", {"parametrization": "mup", "base_head_size": 2}),
+    ],
+)
+def test_the_statistics_are_those_of_the_branch_and_the_residual_of_a_layer(order: str, changes: dict) -> None:
+    config = small_config("bert", norm_order=order, **changes)
     model, batch = random_model(config, ParallelContext()), random_batch(config)
     found = measure(model, batch)
     assert [(e["layer"], e["sublayer"]) for e in found] == [(i, s) for i in range(2) for s in ("attention", "mlp")]
@@ -50,7 +57,10 @@ def test_the_statistics_are_those_of_the_branch_and_the_residual_of_a_layer(orde
         constant = branch.mean(0).square().mean() / branch.square().mean()
         qkv = layer.attention.qkv(first).view(5, 13, 4, 3, 6)
         q, k = qkv[..., 0, :], qkv[..., 1, :]
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(6)
+        if config.qk_norm:
+            q, k = layer.attention.q_norm(q), layer.attention.k_norm(k)
+        scale = math.sqrt(2) / 6 if "base_head_size" in changes else 1 / math.sqrt(6)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
         p = scores.masked_fill(~mask, float("-inf")).softmax(-1)
         entropy = -(p * p.clamp(min=1e-300).log()).sum(-1).mean()
     assert found[0]["variance_ratio"] == pytest.approx(ratio.item(), rel=1e-12)

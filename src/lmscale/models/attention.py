@@ -71,11 +71,7 @@ class SelfAttention(nn.Module):
         dropout_keys: Tensor | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        qkv = self.qkv(x).unflatten(-1, (self.num_local_heads, 3, self.head_size))  # [b, s, n/p, 3, d]
-        q, k, v = qkv.unbind(-2)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # each [b, n/p, s, d]
+        q, k, v = self.split_heads(self.qkv(x))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
             attention_mask = cache.mask  # also causal, by position
@@ -89,6 +85,19 @@ class SelfAttention(nn.Module):
             context_vectors = core(q, k, v, attention_mask, dropout_keys)  # [b, n/p, s, d]
         return self.output(context_vectors.transpose(1, 2).flatten(2))
 
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normalized with `qk_norm`, and values, each [b, n/p, s, d]."""
+        qkv = qkv.unflatten(-1, (self.num_local_heads, 3, self.head_size))  # [b, s, n/p, 3, d]
+        q, k, v = qkv.unbind(-2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scaled scores before the mask, [..., s, s]."""
+        scores = q @ k.transpose(-1, -2)
+        return scores / math.sqrt(self.head_size) if self.score_factor is None else scores * self.score_factor
+
     def _sdpa_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         causal = self.causal and mask is None
@@ -97,8 +106,7 @@ class SelfAttention(nn.Module):
 
     def _exact_core(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_keys: Tensor | None) -> Tensor:
         s = q.shape[-2]
-        scores = q @ k.transpose(-1, -2)  # [b, n/p, s, s]
-        scores = scores / math.sqrt(self.head_size) if self.score_factor is None else scores * self.score_factor
+        scores = self.scores(q, k)  # [b, n/p, s, s]
         if self.causal and mask is None:
             mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
         if mask is not None:

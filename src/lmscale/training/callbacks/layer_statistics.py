@@ -156,13 +156,13 @@ class _Sublayer:
         self.qkv = output
 
     def _see_attention(self, module: SelfAttention, args: tuple, output: Tensor) -> None:
-        qkv = self.qkv.unflatten(-1, (module.num_local_heads, 3, module.head_size))
-        qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-        s, mask, own = qkv.shape[1], args[1], max(self.num_heads - module.first_head, 0)  # the others are dummies
+        wide = torch.promote_types(self.qkv.dtype, torch.float32)
+        q, k = (x.to(wide) for x in module.split_heads(self.qkv)[:2])
+        s, mask, own = q.shape[-2], args[1], max(self.num_heads - module.first_head, 0)  # the others are dummies
         if mask is None and module.causal:
-            mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=qkv.device).tril()
-        for i, (q, k, _) in enumerate(qkv.permute(0, 3, 2, 1, 4)):  # of one sequence: [n/p, s, d]
-            scores = q[:own] @ k[:own].mT / math.sqrt(module.head_size)
+            mask = torch.ones(1, 1, s, s, dtype=torch.bool, device=q.device).tril()
+        for i in range(len(q)):
+            scores = module.scores(q[i, :own], k[i, :own])  # of one sequence: [n/p, s, s]
             if mask is not None:
                 scores = scores.masked_fill(~mask[i % len(mask)], float("-inf"))
             self.entropy += torch.special.entr(scores.softmax(-1).double()).sum() / s
