@@ -17,8 +17,8 @@ ANALYSIS = Path(__file__).resolve().parents[1]
 NEEDED = {  # record -> script that writes it
     "cost_model.json": "scaling/fit_cost_model.py",
     "peak_memory.json": "correctness/peak_memory.py",
-    "profile_gpt.json": "benchmarks/trace_shares.py",
-    "profile_bert.json": "benchmarks/trace_shares.py",
+    "profile_gpt.json": "benchmarks/trace_shares.py of commit f850f89",
+    "profile_bert.json": "benchmarks/trace_shares.py of commit f850f89",
 }
 
 
