@@ -7,29 +7,23 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, NullLocator
 
-from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
+from analysis.report.style import BLUE, GREY, ORANGE, house_style, page_figure
 
 from .cells import STATISTICS, STEP, learned_means
-from .decide import LIMIT_GROUPS, Rule, mechanism_cells, observations, rate, read_limits
-from .outcome_table import NAMES
+from .decide import LIMIT_GROUPS, Rule, mechanism_cells
 from .run_folder import NATS
+from .tables import NAMES
 
 GREEN = "#00795a"
 COLORS = {"pre": BLUE, "post": ORANGE, "b2t": GREEN}
 MARKS = {"learned": "o", "stuck": "x", "diverged": "^"}
 LOSS = f"training loss, {NATS}"
 RATE = "learning rate"
-REFERENCES = {  # lines that may lie on each other and on post-norm's: a wide one below, dots above
-    "pre": {"linewidth": 5, "alpha": 0.35, "zorder": 1},
-    "b2t": {"linewidth": 2, "linestyle": ":", "zorder": 3},
-}
-STYLES = {"pre": "--", "post": "-", "b2t": ":"}  # of lines that may lie on each other
 
 
 def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
@@ -59,45 +53,15 @@ def draw_final_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
                 axis.plot(means.index * shift, means, color=color, linewidth=1)
                 _marks(axis, part["lr"] * shift, part["train_loss"], part["state"], color)
             axis.set(title=f"{layers} layers", xlabel=RATE, xscale="log")
-            _label_rates(axis.xaxis, rows["lr"])
-            axis.tick_params(axis="x", rotation=60)
+            rates = sorted(rows["lr"].unique())
+            axis.set_xticks(rates, [f"{lr * 1e3:.3g}e-3" for lr in rates], rotation=60)
+            axis.minorticks_off()
         figure.axes[0].set_ylabel(LOSS)
         handles = [Line2D([], [], color=color, label=NAMES[order]) for order, color in COLORS.items()]
         for state, mark in MARKS.items():
             if (rows["state"] == state).any():
                 handles.append(Line2D([], [], color="0.2", marker=mark, linestyle="", markersize=4, label=state))
         figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.8)
-    return figure
-
-
-def draw_limits(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
-    """Rate limit of each seed over depth, with the fitted depth^-k."""
-    limits, fits = read_limits(cells), record["config"]["exponents"]
-    found = {order: observations(limits, order) for order in COLORS}
-    supported = record["config"]["tests"][6]["decision"] == "supported"
-    faster = "Post-norm's rate limit falls faster with depth than pre-norm's"
-    with house_style():
-        figure = page_figure(faster if supported else "Rate limit by depth: no faster fall is shown", 3.4)
-        axis = figure.subplots()
-        for shift, (order, rows) in zip((0.96, 1.0, 1.04), found.items(), strict=True):
-            fit, depths = fits[order], np.array(sorted(rows["layers"].unique()), float)
-            center = np.log2(rows["layers"]).mean(), rows["place"].mean()
-            line = rate(0) * 2 ** (center[1] - fit["k"] * (np.log2(depths) - center[0]))
-            axis.plot(depths, line, color=COLORS[order], linestyle=STYLES[order])
-            axis.scatter(
-                rows["layers"] * shift,
-                [rate(at) for at in rows["place"]],
-                s=16.0 + 40 * rows.groupby(["layers", "place"]).cumcount(),  # equal limits of two seeds: a ring
-                facecolors="none",
-                edgecolors=COLORS[order],
-                label=f"{NAMES[order]}: k {fit['k']:.2f} [{fit['low']:.2f}, {fit['high']:.2f}]",
-            )
-        shown = pd.concat(found.values())
-        axis.set(xscale="log", yscale="log", xlabel="layers", ylabel=f"rate limit ({RATE})")
-        axis.set_xticks(sorted(shown["layers"].unique()), [f"{n}" for n in sorted(shown["layers"].unique())])
-        axis.xaxis.set_minor_locator(NullLocator())
-        _label_rates(axis.yaxis, pd.Series([rate(at) for at in shown["place"]]))
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), title="depth^-k, 95 %")
     return figure
 
 
@@ -129,81 +93,20 @@ def draw_paired_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
 
 
 def draw_mechanism(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
-    """The rule's statistic at step 100 by state, held-out runs dark, with the threshold; and the confusion table."""
+    """The rule's statistic at step 100 by state, held-out runs dark, with the threshold."""
     found, used = record["config"]["mechanism"], mechanism_cells(cells)
     rule = Rule(**found["rule"])
     label = f"{STATISTICS[rule.statistic]} at step {STEP}"
     title = f"{label} is right for {found['accuracy']:.0%} of {found['n']} held-out runs"
-    states, called = [state for state in MARKS if (used["state"] == state).any()], ("stuck", "not stuck")
+    used = used.assign(role=used["judges"].map({False: "chooses the rule", True: "scores it"}))
     with house_style():
         figure = page_figure(f"{title} ({found['low']:.0%} to {found['high']:.0%})", 3.4)
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        for at, state in enumerate(states):
-            for judges, color, side in ((False, GREY, -0.15), (True, BLUE, 0.15)):
-                part = used[(used["state"] == state) & (used["judges"] == judges)][rule.statistic]
-                spread = np.linspace(-0.1, 0.1, len(part)) if len(part) > 1 else np.zeros(len(part))
-                left.scatter(at + side + spread, part, s=14, color=color)
-        left.axhline(rule.threshold, color=ORANGE, linewidth=1, linestyle="--")
-        left.set_yscale("log" if (used[rule.statistic] > 0).all() else "linear")
-        left.set_xticks(range(len(states)), states)
-        left.set(ylabel=label, xlim=(-0.5, len(states) - 0.5))
-        counts = [[found["confusion"][f"{a}, predicted {b}"] for b in called] for a in called]
-        right.imshow(counts, cmap="Blues", vmin=0, vmax=2 * max(max(row) for row in counts))
-        for i, row in enumerate(counts):
-            for j, count in enumerate(row):
-                right.text(j, i, str(count), ha="center", va="center", fontsize=FONT_SIZE + 2)
-        right.set_xticks((0, 1), called)
-        right.set_yticks((0, 1), called)
-        right.set(xlabel="predicted", ylabel="held-out runs")
-        rules = f"loss alone {found['loss_accuracy']:.0%},\ndepth, rate, warm-up {found['condition_accuracy']:.0%}"
-        right.set_title(rules)
-        points = {"chooses the rule": GREY, "scores it": BLUE}
-        handles = [
-            Line2D([], [], color=color, marker="o", linestyle="", markersize=4, label=name)
-            for name, color in points.items()
-        ]
-        handles.append(Line2D([], [], color=ORANGE, linestyle="--", label="threshold"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
-    return figure
-
-
-def draw_recovery(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
-    """Rate limit by warm-up at each depth, and how many of the eight pairs learned without and with an intervention."""
-    limits = [row for row in record["config"]["limits"] if row["layers"] in (12, 24)]
-    arms = [cells[cells["group"] == group] for group in ("mechanism", "slow_start", "rescaled")]
-    learned = [int((rows["state"] == "learned").sum()) for rows in arms]
-    words = [
-        f"{name} {count} of {len(rows)}"
-        for name, count, rows in zip(("post-norm", "warm-up 400", "DeepNorm"), learned, arms, strict=True)
-    ]
-    where = f"{arms[0]['layers'].iloc[0]} layers at {arms[0]['lr'].iloc[0] * 1e3:g}e-3"
-    with house_style():
-        figure = page_figure(f"Runs that learn: {', '.join(words)}", 3.4)
-        axes = figure.subplots(1, 3, width_ratios=(2, 2, 3))
-        axes[1].sharey(axes[0])
-        for axis, layers in zip(axes, (12, 24), strict=False):
-            of_depth = [row for row in limits if row["layers"] == layers]
-            post = sorted((row["warmup"], row["limit"]) for row in of_depth if row["order"] == "post")
-            axis.plot(*zip(*post, strict=True), "o-", color=ORANGE, markersize=4)
-            for row in of_depth:
-                if row["order"] != "post":
-                    axis.axhline(row["limit"], color=COLORS[row["order"]], **REFERENCES[row["order"]])
-            axis.set(title=f"{layers} layers", xlabel="warm-up, steps", yscale="log")
-            _label_rates(axis.yaxis, pd.Series([row["limit"] for row in limits]))
-        axes[0].set_ylabel("rate limit, lower of two seeds")
-        sizes = [len(rows) for rows in arms]
-        axes[2].bar(range(len(arms)), sizes, color="none", edgecolor=GREY, width=0.6)
-        axes[2].bar(range(len(arms)), learned, color=GREY, width=0.6)
-        for at, (size, count) in enumerate(zip(sizes, learned, strict=True)):
-            axes[2].text(at, size + 0.15, f"{count} of {size}", ha="center", fontsize=FONT_SIZE - 1)
-        names = [f"{NAMES[rows['order'].iloc[0]]}\nwarm-up {rows['warmup'].iloc[0]}" for rows in arms]
-        axes[2].set_xticks(range(len(arms)), names)
-        axes[2].set(ylabel="runs that learned", title=where)
-        handles = [Line2D([], [], color=ORANGE, marker="o", markersize=4, label=NAMES["post"])]
-        for order in ("pre", "b2t"):
-            label = f"{NAMES[order]} at a warm-up of 100"
-            handles.append(Line2D([], [], color=COLORS[order], label=label, **REFERENCES[order]))
-        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+        axis = figure.subplots()
+        style = {"palette": {"chooses the rule": GREY, "scores it": BLUE}, "dodge": True, "size": 4}
+        sns.swarmplot(used, x="state", y=rule.statistic, hue="role", ax=axis, **style)
+        axis.axhline(rule.threshold, color=ORANGE, linewidth=1, linestyle="--", label="threshold")
+        axis.set(xlabel="", ylabel=label, yscale="log")
+        axis.legend(frameon=False)
     return figure
 
 
@@ -214,11 +117,3 @@ def _marks(axis: Axes, x: Any, y: Any, states: pd.Series, color: str) -> None:
         at = (states == state).to_numpy()
         if at.any():
             axis.scatter(x[at], y[at], s=18, marker=mark, color=color, linewidth=1, zorder=3)
-
-
-def _label_rates(axis: Axis, rates: pd.Series) -> None:
-    """A tick at every rate of a logarithmic axis."""
-    values = sorted(rates.unique())
-    axis.set_ticks(values, labels=[f"{value * 1e3:.3g}e-3" for value in values])
-    axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())

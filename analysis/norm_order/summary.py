@@ -140,38 +140,3 @@ def endings(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _start(scaled: bool) -> str:
     return "scaled" if scaled else "unscaled"
-
-
-def start_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Format `start_differences` for display."""
-    shown = [_interval(row.difference, row.half_width) for row in rows.itertuples()]
-    columns = {"layers": rows["layers"], "norm order": rows["order"], "learning rate": rows["lr"]}
-    return pd.DataFrame(columns | {"not scaled - scaled, 95 %": shown, "unit": NATS})
-
-
-def order_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Format `order_differences` for display."""
-    return pd.DataFrame(
-        {
-            "layers": rows["layers"],
-            "initialization of residual layers": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
-            "pre-norm (lr)": [_loss_and_rate(r.pre, r.lr_pre) for r in rows.itertuples()],
-            "post-norm (lr)": [_loss_and_rate(r.post, r.lr_post) for r in rows.itertuples()],
-            "post - pre, 95 %": [_interval(r.difference, r.half_width) for r in rows.itertuples()],
-            "validation": [_interval(r.validation_difference, r.validation_half_width) for r in rows.itertuples()],
-            "unit": NATS,
-            "pre-norm runs": rows["state_pre"],
-            "post-norm runs": rows["state_post"],
-            "evidence": "scaled down",
-        }
-    )
-
-
-def _loss_and_rate(loss: float, lr: float) -> str:
-    return ("-" if math.isnan(loss) else f"{loss:.3f}") + f" ({lr:g})"
-
-
-def _interval(mean: float, half_width: float) -> str:
-    if math.isnan(mean):
-        return ""
-    return f"{mean:+.3f}" + (" (one seed)" if math.isnan(half_width) else f" +- {half_width:.3f}")

@@ -29,13 +29,7 @@ from analysis.finetuning.table import small_runs
 from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
 from analysis.norm_order.decide import study_cells
 from analysis.norm_order.figure import draw_failures, draw_loss_curves, draw_true_widths
-from analysis.norm_order.study_figure import (
-    draw_final_losses,
-    draw_limits,
-    draw_mechanism,
-    draw_paired_losses,
-    draw_recovery,
-)
+from analysis.norm_order.study_figure import draw_final_losses, draw_mechanism, draw_paired_losses
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.results_page import findings
 from analysis.report.style import DPI
@@ -122,21 +116,13 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
                 "lines join the means of the rates at which both seeds learned",
                 draw_final_losses(study, outcome),
             ),
-            "placement_limits": (
-                f"{of} Largest rate at which a seed learned, with all lower ones, over depth",
-                draw_limits(study, outcome),
-            ),
             "placement_losses": (
                 f"{of} Final training loss of eight seeds, each placement at its own rate",
                 draw_paired_losses(study, outcome),
             ),
             "placement_mechanism": (
-                f"{of} The rule's statistic at step 100, its threshold and its errors on held-out runs",
+                f"{of} The rule's statistic at step 100, and its threshold",
                 draw_mechanism(study, outcome),
-            ),
-            "placement_recovery": (
-                f"{of} Post-norm's rate limit by warm-up, and the runs that learn with an intervention",
-                draw_recovery(study, outcome),
             ),
         }
     return found

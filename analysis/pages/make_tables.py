@@ -17,8 +17,8 @@ from analysis.benchmarks.tables import cpu_speed, profile
 from analysis.correctness.table import peak_memory
 from analysis.finetuning.table import table_5
 from analysis.norm_order.cells import read_cells
-from analysis.norm_order.outcome_table import table_of_tests
-from analysis.norm_order.summary import order_differences, order_table
+from analysis.norm_order.summary import order_differences
+from analysis.norm_order.tables import order_table, table_of_tests
 from analysis.pages.evidence import Context
 from analysis.pages.rows import heading, kinds, ledger, short_form, status
 from analysis.report.record_list import link_to_record, record_list

@@ -15,11 +15,10 @@ from analysis.norm_order.summary import (
     endings,
     mean_and_interval,
     order_differences,
-    order_table,
     start_differences,
-    start_table,
     summarize,
 )
+from analysis.norm_order.tables import order_table, start_table
 from analysis.report.records import read_lines
 from analysis.report.style import PAGE_WIDTH
 
