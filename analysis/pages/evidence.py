@@ -144,7 +144,7 @@ def _recorded(pattern: str, metric: str, what: str, unit: str | None, context: C
 def _norm_order(entry: Entry, context: Context) -> Found | None:
     """Outcomes and loss of the norm-order study at the depth that represents the paper's model."""
     order, depth = entry.source["norm_order"], entry.source["layers"]
-    metrics = context.records.get("norm_order.json", {"metrics": {}})["metrics"]
+    metrics = context.records["norm_order.json"]["metrics"]
     place = f"{depth}_layers/scaled"
     if f"{place}/{order}/learned" not in metrics:
         return None

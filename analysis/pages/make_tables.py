@@ -4,7 +4,6 @@ A page has the words and a marker, `<!-- table: NAME -->`, for each table; a tes
 table, add its rows to `all_rows` under its name, with the same columns as the others, and a page with the marker.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -50,13 +49,9 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
     rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
-    cells = records_below(records, "norm_order")
-    if cells and "norm_order.json" in records:
-        rows["Figure 7"] = order_table(
-            order_differences(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
-        )
-    if "norm_order_study.json" in records:
-        rows["Placement"] = table_of_tests(records["norm_order_study.json"])
+    cells, factorial = records_below(records, "norm_order"), records["norm_order.json"]["config"]["factorial"]
+    rows["Figure 7"] = order_table(order_differences(read_cells(cells), factorial))
+    rows["Placement"] = table_of_tests(records["norm_order_study.json"])
     rows["Records"] = record_list(records)
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
@@ -112,22 +107,14 @@ def format_cell(value: object) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def main() -> int:
+def main() -> None:
     """Fill every page."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
-    options = parser.parse_args()
-    try:
-        records = read_records(options.records)
-        rows = all_rows(records)
-        pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in PAGES}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    records = read_records()
+    rows = all_rows(records)
+    pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in PAGES}
     for path, page in pages.items():
         path.write_text(page, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,7 +18,7 @@ from lmscale.config.from_dict import build
 from lmscale.results import new_record
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = read_records(make_tables.ANALYSIS)
+RECORDS = read_records()
 ROOTS = {
     "src/train.py": "train",
     "src/plan.py": "plan",
