@@ -18,8 +18,7 @@ from analysis.finetuning.table import table_5
 from analysis.norm_order.cells import read_cells
 from analysis.norm_order.summary import order_differences
 from analysis.norm_order.tables import order_table, table_of_tests
-from analysis.pages.evidence import Context
-from analysis.pages.rows import heading, kinds, ledger, short_form, status
+from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, status
 from analysis.report.record_list import link_to_record, record_list
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.results_page import fill, metric_tables

@@ -9,8 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from analysis.ledger.entries import ENTRIES, PAPER, paper_shape
 from analysis.pages import make_tables
-from analysis.pages.evidence import KINDS, Context
-from analysis.pages.rows import kinds, ledger, short_form
+from analysis.pages.ledger import KINDS, Context, kinds, ledger, short_form
 from analysis.report.records import read_records
 from lmscale import paper
 from lmscale.config.cluster import Cluster
