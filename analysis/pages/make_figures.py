@@ -37,7 +37,6 @@ from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_w
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
 from analysis.scaling.tables import figure_1_rows, figure_5_rows
 from analysis.scaling_law.cells import tabulate
-from analysis.scaling_law.decide import recorded_laws
 from analysis.scaling_law.figure import study_figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,10 +67,7 @@ def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
             "Figure 5. Weak scaling of the paper and of the cost model",
             draw_figure_5(figure_5_rows(cluster)),
         ),
-        **{
-            f"scaling_law_{name}": each
-            for name, each in study_figures(runs, recorded_laws(records["scaling_law.json"])).items()
-        },
+        **{f"scaling_law_{name}": each for name, each in study_figures(runs).items()},
         "downstream": (
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),
