@@ -26,9 +26,9 @@ from matplotlib.patches import Rectangle
 from analysis.coordinate_check.figure import draw_powers
 from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
-from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
+from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.decide import study_cells
-from analysis.norm_order.figure import draw_failures, draw_loss_curves, draw_true_widths
+from analysis.norm_order.figure import draw_loss_curves, draw_true_widths
 from analysis.norm_order.study_figure import draw_final_losses, draw_mechanism, draw_paired_losses
 from analysis.report.records import fitted_cluster, read_records, records_below
 from analysis.report.results_page import findings
@@ -40,7 +40,6 @@ from analysis.scaling_law.cells import tabulate
 from analysis.scaling_law.figure import study_figures
 
 ROOT = Path(__file__).resolve().parents[2]
-MIDDLE = 500  # step of the norm-order study's runs
 
 
 def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
@@ -80,11 +79,6 @@ def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
             f"{of_first} Training loss (means of 25 steps) by initialization and depth, one line per seed, each "
             f"placement and initialization at its best rate at {factorial} layers; {references}",
             draw_loss_curves(read_curves(first), cells, factorial),
-        ),
-        "norm_order_failures": (
-            f"{of_first} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates. "
-            "At step 1 runs that differ in the rate only coincide",
-            draw_failures(read_gradient_norms(first), cells, factorial, (1, MIDDLE)),
         ),
         "placement_rates": (
             f"{of_second} Final training loss over learning rate by depth, one mark per seed; "
