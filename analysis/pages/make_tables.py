@@ -13,7 +13,6 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from analysis.benchmarks.tables import cpu_speed, profile
-from analysis.correctness.table import peak_memory
 from analysis.finetuning.table import table_5
 from analysis.norm_order.cells import read_cells
 from analysis.norm_order.summary import order_differences
@@ -22,7 +21,7 @@ from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, s
 from analysis.report.record_list import link_to_record, record_list
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.results_page import fill, metric_tables
-from analysis.scaling.sizes import communication_table, memory_table, parameter_table
+from analysis.scaling.sizes import communication_table, memory_table, parameter_table, peak_memory
 from analysis.scaling.tables import figure_tables, scaling_tables
 from analysis.zero_shot.table import table_3
 

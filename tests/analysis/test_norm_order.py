@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from made_cells import make_cell, make_study
+from made_studies import make_cell, make_study
 
 from analysis.norm_order.cells import CELL, at_chosen_rates, choose_rates, read_cells, read_curves, read_gradient_norms
 from analysis.norm_order.figure import draw_loss_curves

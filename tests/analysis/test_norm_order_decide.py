@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from made_study import LIMITS, learns, loss, make_cells, tells
+from made_studies import LIMITS, learns, loss, make_cells, tells
 
 from analysis.norm_order import decide as script
 from analysis.norm_order.cells import CANDIDATES, LOSS, early_statistics

@@ -11,7 +11,7 @@ from entry_points import REPOSITORY, environment, refuse
 from sharding import compiler
 
 from analysis.benchmarks.config import BenchConfig
-from analysis.benchmarks.peers.batches import make_batches
+from analysis.benchmarks.peers.contender import make_batches
 from analysis.benchmarks.peers.megatron import has_softmax_kernel
 from analysis.benchmarks.peers.ours import Ours
 from analysis.benchmarks.race import LossesDifferError, Racer, make_contender, race
