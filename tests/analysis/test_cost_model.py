@@ -53,7 +53,7 @@ def test_four_constants_are_fitted_to_six_cells_and_stay_inside_their_ranges(fit
     assert [cell.role for cell in CELLS].count("fit") == 6
     for name, (_, _, low, high, _) in fit_cost_model.CONSTANTS.items():
         assert low < rates(fitted)[name] < high, name
-    assert 0.5 < fitted.roofline.product_share < fit_cost_model.LARGEST_PRODUCT_SHARE
+    assert 0.5 < fitted.roofline.product_share < 0.75  # of the baseline; the rate of large fp16 products on a V100
 
 
 def test_every_held_out_cell_is_within_two_points_and_a_half(figures: dict[str, float]) -> None:
