@@ -28,8 +28,13 @@ from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
 from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.decide import study_cells
-from analysis.norm_order.figure import draw_loss_curves, draw_true_widths
-from analysis.norm_order.study_figure import draw_final_losses, draw_mechanism, draw_paired_losses
+from analysis.norm_order.figure import (
+    draw_final_losses,
+    draw_loss_curves,
+    draw_mechanism,
+    draw_paired_losses,
+    draw_true_widths,
+)
 from analysis.report.records import fitted_cluster, read_records, records_below
 from analysis.report.results_page import findings
 from analysis.report.style import DPI
