@@ -35,8 +35,8 @@ from analysis.norm_order.figure import (
     draw_paired_losses,
     draw_true_widths,
 )
+from analysis.pages.results_page import findings
 from analysis.report.records import fitted_cluster, read_records, records_below
-from analysis.report.results_page import findings
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table

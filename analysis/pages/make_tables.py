@@ -18,9 +18,9 @@ from analysis.norm_order.cells import read_cells
 from analysis.norm_order.summary import order_differences
 from analysis.norm_order.tables import order_table, table_of_tests
 from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, status
-from analysis.report.record_list import link_to_record, record_list
+from analysis.pages.record_list import link_to_record, record_list
+from analysis.pages.results_page import fill, metric_tables
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
-from analysis.report.results_page import fill, metric_tables
 from analysis.scaling.sizes import communication_table, memory_table, parameter_table, peak_memory
 from analysis.scaling.tables import figure_tables, scaling_tables
 from analysis.zero_shot.table import table_3

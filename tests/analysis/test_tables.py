@@ -8,11 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.pages import make_tables
-from analysis.report import results_page
-from analysis.report.record_list import described, record_list
+from analysis.pages import make_tables, results_page
+from analysis.pages.record_list import described, record_list
+from analysis.pages.results_page import metric_tables
 from analysis.report.records import add_line, read_records
-from analysis.report.results_page import metric_tables
 from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
 from lmscale.evaluation.windows import Windows
