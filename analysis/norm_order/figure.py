@@ -76,6 +76,8 @@ def _panels(rows: pd.DataFrame, cells: pd.DataFrame, title: str, by_start: bool 
         by_start: one row of panels per initialization.
     """
     depths, starts = sorted(rows["layers"].unique()), list(_STARTS) if by_start else [None]
+    handles = [Line2D([], [], color=COLORS[order], label=NAMES[order]) for order in ("pre", "post")]
+    handles += [Line2D([], [], color=GREY, linewidth=0.9, linestyle=s, label=n) for n, s in _REFERENCES.values()]
     with house_style():
         figure = page_figure(title, 0.8 + 2.6 * len(starts))
         axes = figure.subplots(len(starts), len(depths), squeeze=False, sharex=True, sharey=True)
@@ -90,8 +92,6 @@ def _panels(rows: pd.DataFrame, cells: pd.DataFrame, title: str, by_start: bool 
         for top, bottom, layers in zip(axes[0], axes[-1], depths, strict=True):
             top.set_title(f"{layers} layers")
             bottom.set_xlabel("step")
-        handles = [Line2D([], [], color=COLORS[order], label=NAMES[order]) for order in ("pre", "post")]
-        handles += [Line2D([], [], color=GREY, linewidth=0.9, linestyle=s, label=n) for n, s in _REFERENCES.values()]
         figure.legend(
             handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.8, columnspacing=1.4
         )
