@@ -175,7 +175,7 @@ def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any],
     for cell in cells:
         again, known = run_cell(cell, more, outputs), recorded[cell.name]
         write_record(again, outputs / f"{cell.name}.json")
-        found = [part for part in COMPARED if known["config"].get(part, again["config"][part]) != again["config"][part]]
+        found = [p for p in COMPARED if p in known["config"] and known["config"][p] != again["config"].get(p)]
         num_differing += bool(found)
         losses = [f"{r['metrics']['train_loss']['value']} on {r['environment']['cpu']}" for r in (again, known)]
         differs = f"differs in {', '.join(found)}; training loss {losses[0]}, recorded {losses[1]}"
