@@ -1,4 +1,4 @@
-"""The studies behind the results: each folder holds its scripts, tables, figures and records.
+"""The studies behind the results: each folder holds its scripts, tables and figures, and its records in `records/`.
 
-`report/` combines them; the records of a study are in its folder `records/`.
+`ledger/` has the paper's numbers, `report/` what reads and draws records, `pages/` what fills the pages from all.
 """

@@ -1,6 +1,9 @@
-"""Compare our training step with others on the same work; every key is in conf/bench.yaml.
+"""Compare our training step with others on the same work, or trace it; every key is in conf/bench.yaml.
 
-python analysis/benchmarks/bench.py peers=[hf_compiled]
+    python analysis/benchmarks/bench.py peers=[hf_compiled]
+    python analysis/benchmarks/bench.py trace=true peers=[] model=gpt_1.2b precision=bf16 record=FILE.json
+
+A Chrome trace is written beside its record.
 """
 
 import sys
@@ -15,13 +18,24 @@ from analysis.benchmarks.config import BenchConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.results import record_path, report
 
+NUM_SHOWN = 25  # kernels of a trace
+
 
 def bench(values: dict) -> None:
-    """Check the keys, run the comparison, print the metrics and write the record."""
+    """Check the keys, run the comparison or the trace, print the metrics and write the record."""
     config = BenchConfig.from_dict(values)
-    if config.record is not None:
-        record_path(config.record)
+    path = None if config.record is None else record_path(config.record)
     # torch and transformers take seconds to import, so the cheap checks come first.
+    if config.trace:
+        from analysis.benchmarks.gpu.trace import trace
+
+        record = trace(config, path.with_name(f"{path.stem}.trace.json.gz"))
+        for kernel in record["kernels"][:NUM_SHOWN]:
+            calls, seconds, name = kernel["calls_per_step"], kernel["s_per_step"], kernel["name"][:80]
+            print(f"{kernel['share']:6.1%} {calls:8.1f} x {1e3 * seconds:9.3f} ms/step  {name}")
+        print(*(f"{title}: {record[title]}" for title in ("syncs", "sync_places", "graph_breaks")), sep="\n")
+        report(record, path)
+        return
     from analysis.benchmarks.race import LossesDifferError, race
 
     try:
@@ -29,7 +43,7 @@ def bench(values: dict) -> None:
     except LossesDifferError as error:  # keep minutes of measurements
         report(error.record)
         raise
-    report(record, config.record)
+    report(record, path)
 
 
 @hydra.main(version_base="1.3", config_path="../../conf", config_name="bench")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All speed and memory goals on a CPU with two free cores; records go to a folder of the run in
-# analysis/benchmarks/records/cpu/. `make tables` gives the median and range of all runs.
+# analysis/benchmarks/records/cpu/ (cpu.jsonl has those of three runs). `make tables` gives the median and range of all runs.
 #
 #   bash analysis/benchmarks/bench_cpu.sh 1          run one or more parts; without a number print this text
 #   DRY_RUN=1 bash analysis/benchmarks/bench_cpu.sh  print the commands of a part, or of all

@@ -36,6 +36,7 @@ class BenchConfig(Checked):
         warm_up_steps: untimed steps per contender; the first includes compilation.
         lr: learning rate of AdamW for all contenders.
         max_loss_difference: largest relative difference between ours and a peer's mean loss over the timed steps.
+        trace: count the kernels, launches and host syncs of `steps_per_round` of our steps instead.
         record: path of the record; None writes none.
     """
 
@@ -56,11 +57,16 @@ class BenchConfig(Checked):
     seed: Seed = 1234
     accelerator: Accelerator = "auto"
     num_threads: Positive | None = None
+    trace: bool = False
     record: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_peers()
+        if self.trace and self.peers:
+            raise ValueError(f"`peers` must be [] with trace=true, which covers only our step, but is {self.peers!r}")
+        if self.trace and self.record is None:
+            raise ValueError("`record` must be a file with trace=true, but is null")
         if self.precision.dtype not in ("fp32", "bf16", "fp8"):
             raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
         if "ours_bf16" in self.peers and self.precision.dtype != "fp8":

@@ -124,7 +124,7 @@ def rows(card: str = "h200") -> list[Row]:
 def rows_of(words: list[str], card: str) -> list[Row]:
     """The timed steps of a command: of each contender of ours, or of a training; none of a command that has no plan."""
     keys = dict(word.split("=", 1) for word in words if "=" in word)
-    script = next((word for word in words if word.endswith(("bench.py", "gpu_trace.py", "train.py"))), None)
+    script = next((word for word in words if word.endswith(("bench.py", "train.py"))), None)
     if script is None or "micro_batch_size" not in keys or keys["model"].endswith("_tiny"):
         return []  # sizes of an experiment, or of a model of which nothing is timed
     b, dtype = int(keys["micro_batch_size"]), keys.get("precision", "bf16")
@@ -140,7 +140,7 @@ def rows_of(words: list[str], card: str) -> list[Row]:
         return [Row(keys["name"], "train/", plan)]
     options["recompute"] = keys.get("model.recompute", "none")
     record = Path(keys["record"]).stem
-    if script.endswith("gpu_trace.py"):
+    if "trace" in keys:
         return [Row(record, "", plan_of(keys["model"], b, dtype, cluster, **options))]
     contenders = {"ours": dtype} | ({"ours_bf16": "bf16"} if "ours_bf16" in keys["peers"] else {})
     return [Row(record, f"{n}/", plan_of(keys["model"], b, d, cluster, **options)) for n, d in contenders.items()]

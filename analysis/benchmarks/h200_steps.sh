@@ -122,7 +122,7 @@ share() {  # model, sequences, least share of the peak, limit in seconds, furthe
 
 trace_of() {  # model, sequences; a rehearsal compiles too, for the number of graphs
   local name=${CARD}_trace_$1
-  TAIL=45 step "$name" 300 "$PYTHON" analysis/benchmarks/gpu/gpu_trace.py "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" accelerator=gpu \
+  TAIL=45 step "$name" 300 "$PYTHON" analysis/benchmarks/bench.py trace=true "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" accelerator=gpu \
     steps_per_round=2 warm_up_steps=4 "record=$LOGS/$name.json" "${TINY[@]}" ${REHEARSE:+compiles=true} || return
   [ -z "${DRY_RUN:-}" ] || return 0
   # The Chrome trace is written beside the record and is no result: it stays with the logs.

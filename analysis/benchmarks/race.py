@@ -21,8 +21,7 @@ from lmscale.planner.memory import GIB
 from lmscale.results import new_record
 from lmscale.training.accelerator import resolve_accelerator
 
-from .peers.batches import make_batches
-from .peers.contender import Contender
+from .peers.contender import Contender, make_batches
 from .peers.ours import Ours
 from .peers.plain import HuggingFace, ModelFile
 

@@ -56,7 +56,7 @@ def cpu_speed(records: dict[str, dict]) -> pd.DataFrame:
 
 
 def profile(records: dict[str, dict]) -> pd.DataFrame:
-    """Shares of a traced step by kind of work, one column per record of `trace_shares.py`.
+    """Shares of a traced step by kind of work, one column per record.
 
     Returns:
         rows with columns `kind of work` and one per record, in percent of the traced time, sorted by the first record;

@@ -5,19 +5,16 @@
     python analysis/norm_order/run.py --study second --list                     # the IDs of its cells, and which ran
     python analysis/norm_order/run.py --study second --only ID ...              # repeat committed cells and compare
 
-A cell is one run of `src/train.py` on one thread. It may be killed at any time: without a record it starts afresh. The
-records of a study are lines of one file in the folder `--records`, which `decide.py` evaluates. To the committed ones
-cells are added only from a clean checkout, whose commit is in the record.
+A cell is one run of `src/train.py` on one thread. It may be stopped at any time: without a record it starts afresh. The
+records of a study are lines of one file in the folder `--records`, which `decide.py` evaluates.
 """
 
 import argparse
-import ctypes
 import itertools
 import json
 import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from omegaconf import OmegaConf
 
-import lmscale
 from analysis.norm_order.run_folder import (
     NATS,
     NATS_PER_TOKEN,
@@ -45,7 +41,6 @@ from analysis.report.records import add_line, read_lines
 from lmscale.results import new_record, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = Path(lmscale.__file__).resolve().parent
 CELLS, RECORDS = Path(__file__).with_name("cells.yaml"), Path(__file__).with_name("records")
 SWEEP = OmegaConf.load(ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
 FILES = {"first": "norm_order.jsonl", "second": "study.jsonl"}
@@ -54,7 +49,8 @@ RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.g
 DATA = {"embedded": (), "race": (*RACE, "trainer.num_validation_samples=2048")}
 FAMILIES = {"bert": (), "gpt": ("model=gpt_tiny",)}
 DIVERGED = 3  # exit code of a run without finite gradients
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+# Of a record's configuration; the first study's has no hash and no statistics.
+COMPARED = ("losses_sha256", "curve", "validation", "gradient_norms", "statistics", "corpus")
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,6 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
         )
         _, status, usage = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -124,12 +119,6 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
     if code not in (0, DIVERGED):
         raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
     return describe_cell(cell, more, run_dir, code == DIVERGED, usage)
-
-
-def _end_with_parent() -> None:
-    """Let Linux kill the run with this script: the next start deletes the folder that it would go on writing to."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe_cell(
@@ -177,39 +166,6 @@ def run_missing(cells: Sequence[Cell], more: Sequence[str], jobs: int, outputs: 
             raise
 
 
-def require_clean() -> None:
-    """Refuse a checkout with changed tracked files, and a `lmscale` of another one, whose commit records would name.
-
-    Raises:
-        ValueError: there are some, or it is.
-    """
-    if PACKAGE != ROOT / "src" / "lmscale":
-        raise ValueError(f"`lmscale` must be that of {ROOT} (PYTHONPATH=src), but is {PACKAGE}")
-    command = ["git", "status", "--porcelain", "--untracked-files=no"]
-    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    if changed:
-        raise ValueError(f"the checkout must be clean, but has changes: {changed.strip()}")
-
-
-def differing(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of the values of a cell's record that differ in another one; CPU time is not compared."""
-    names = [
-        f"metrics/{n}" for n in record["metrics"] if n != "cpu_time" and record["metrics"][n] != other["metrics"][n]
-    ]
-    parts = ("losses_sha256", "curve", "validation", "gradient_norms", "statistics", "corpus")
-    recorded = record["config"]  # the first study's has no hash and no statistics
-    return names + [part for part in parts if part in recorded and recorded[part] != other["config"].get(part)]
-
-
-def cpu_of(environment: dict[str, Any]) -> str:
-    """The CPU of a record, with its numbers and torch's instruction set where the record has them."""
-    details = environment.get("cpu_details", {})
-    numbers = ", ".join(
-        f"{key} {details[key]}" for key in ("family", "model", "stepping", "amx_bf16", "capability") if key in details
-    )
-    return environment["cpu"] + (f" ({numbers})" if numbers else "")
-
-
 def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any], outputs: Path) -> int:
     """Run cells again and compare; returns the number that differ. New records are `outputs`/ID.json.
 
@@ -219,9 +175,9 @@ def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any],
     for cell in cells:
         again, known = run_cell(cell, more, outputs), recorded[cell.name]
         write_record(again, outputs / f"{cell.name}.json")
-        found = differing(known, again)
+        found = [p for p in COMPARED if p in known["config"] and known["config"][p] != again["config"].get(p)]
         num_differing += bool(found)
-        losses = [f"{r['metrics']['train_loss']['value']} on {cpu_of(r['environment'])}" for r in (again, known)]
+        losses = [f"{r['metrics']['train_loss']['value']} on {r['environment']['cpu']}" for r in (again, known)]
         differs = f"differs in {', '.join(found)}; training loss {losses[0]}, recorded {losses[1]}"
         print(f"{cell.name}: {differs if found else 'equal, bit by bit'}", flush=True)
     return num_differing
@@ -249,8 +205,6 @@ def main() -> int:
         if options.list:
             print(*(f"{name:<44}{'done' if name in recorded else 'not run'}" for name in cells), sep="\n")
             return 0
-        if path.parent == RECORDS:
-            require_clean()
         outputs.mkdir(parents=True, exist_ok=True)
         if options.only:
             if unknown := set(options.only) - (cells.keys() & recorded.keys()):

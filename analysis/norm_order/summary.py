@@ -5,8 +5,7 @@ otherwise only the outcomes are counted.
 """
 
 import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -21,25 +20,20 @@ FACTORIAL = 12  # layers at which all learning rates were run
 REFERENCES = ("scored_entropy", "context_free_loss")  # see `run_folder.reference_losses`
 
 
-def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the half width of its 95 % interval (Student's t), which is nan for a single value."""
-    mean, count = statistics.fmean(values), len(values)
-    if count == 1:
-        return mean, math.nan
-    return mean, float(stats.t.ppf(0.975, count - 1) * stats.sem(values))
-
-
 def difference(
     cells: pd.DataFrame, of: str, first: Any, second: Any, loss: str = "train_loss"
 ) -> tuple[float, float, int]:
     """Difference in loss between two values of a column, `second` - `first`, paired by seed.
 
     Returns:
-        mean, half width of its interval (both nan if a run did not learn or there are no pairs), number of pairs.
+        mean and half width of its 95 % interval (Student's t; nan for one pair), both nan if a run did not learn;
+        number of pairs.
     """
     by_seed = cells.pivot(index="seed", columns=of, values=loss)
-    pairs = list((by_seed[second] - by_seed[first]).dropna())
-    return (*(mean_and_interval(pairs) if pairs and _all_learned(cells) else (math.nan, math.nan)), len(pairs))
+    pairs = (by_seed[second] - by_seed[first]).dropna()
+    if not _all_learned(cells):
+        return math.nan, math.nan, len(pairs)
+    return pairs.mean(), float(stats.t.ppf(0.975, len(pairs) - 1) * pairs.sem()), len(pairs)
 
 
 def start_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
@@ -140,38 +134,3 @@ def endings(cells: pd.DataFrame) -> pd.DataFrame:
 
 def _start(scaled: bool) -> str:
     return "scaled" if scaled else "unscaled"
-
-
-def start_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Format `start_differences` for display."""
-    shown = [_interval(row.difference, row.half_width) for row in rows.itertuples()]
-    columns = {"layers": rows["layers"], "norm order": rows["order"], "learning rate": rows["lr"]}
-    return pd.DataFrame(columns | {"not scaled - scaled, 95 %": shown, "unit": NATS})
-
-
-def order_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Format `order_differences` for display."""
-    return pd.DataFrame(
-        {
-            "layers": rows["layers"],
-            "initialization of residual layers": ["scaled" if scaled else "not scaled" for scaled in rows["scaled"]],
-            "pre-norm (lr)": [_loss_and_rate(r.pre, r.lr_pre) for r in rows.itertuples()],
-            "post-norm (lr)": [_loss_and_rate(r.post, r.lr_post) for r in rows.itertuples()],
-            "post - pre, 95 %": [_interval(r.difference, r.half_width) for r in rows.itertuples()],
-            "validation": [_interval(r.validation_difference, r.validation_half_width) for r in rows.itertuples()],
-            "unit": NATS,
-            "pre-norm runs": rows["state_pre"],
-            "post-norm runs": rows["state_post"],
-            "evidence": "scaled down",
-        }
-    )
-
-
-def _loss_and_rate(loss: float, lr: float) -> str:
-    return ("-" if math.isnan(loss) else f"{loss:.3f}") + f" ({lr:g})"
-
-
-def _interval(mean: float, half_width: float) -> str:
-    if math.isnan(mean):
-        return ""
-    return f"{mean:+.3f}" + (" (one seed)" if math.isnan(half_width) else f" +- {half_width:.3f}")

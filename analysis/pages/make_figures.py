@@ -26,38 +26,36 @@ from matplotlib.patches import Rectangle
 from analysis.coordinate_check.figure import draw_powers
 from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
-from analysis.norm_order.cells import read_cells, read_curves, read_gradient_norms
+from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.decide import study_cells
-from analysis.norm_order.figure import draw_failures, draw_loss_curves, draw_true_widths
-from analysis.norm_order.study_figure import (
+from analysis.norm_order.figure import (
     draw_final_losses,
-    draw_limits,
+    draw_loss_curves,
     draw_mechanism,
     draw_paired_losses,
-    draw_recovery,
+    draw_true_widths,
 )
-from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
-from analysis.report.results_page import findings
+from analysis.pages.results_page import findings
+from analysis.report.records import fitted_cluster, read_records, records_below
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
 from analysis.scaling.tables import figure_1_rows, figure_5_rows
 from analysis.scaling_law.cells import tabulate
-from analysis.scaling_law.decide import recorded_laws
 from analysis.scaling_law.figure import study_figures
 
 ROOT = Path(__file__).resolve().parents[2]
-MIDDLE = 500  # step of the norm-order study's runs
 
 
-def figures(results: Path) -> dict[str, tuple[str, Figure]]:
-    """Caption and drawing by name, of every figure whose records are in a folder.
-
-    Raises:
-        ValueError: a required record is missing, or a file is damaged.
-    """
-    records = read_records(results, needed=["cost_model.json"])
+def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
+    """Caption and drawing of every figure by name; that of the true widths once a record of them is there."""
     cluster = fitted_cluster(records["cost_model.json"])
+    runs = tabulate({name: record for name, record in records.items() if name.startswith("scaling_law/")})
+    first, factorial = records_below(records, "norm_order"), records["norm_order.json"]["config"]["factorial"]
+    cells = read_cells(first)
+    study, outcome = study_cells(records_below(records, "study")), records["norm_order_study.json"]
+    of_first, of_second = "Figure 7 as a controlled experiment, scaled down.", "Layer-norm placement, second study."
+    references = "dotted: unigram entropy; dashed: lowest loss possible without context"
     found = {
         "parameters": ("Parameters of the paper's models by part", draw_parts(parameter_table())),
         "memory_wall": (
@@ -73,84 +71,51 @@ def figures(results: Path) -> dict[str, tuple[str, Figure]]:
             "Figure 5. Weak scaling of the paper and of the cost model",
             draw_figure_5(figure_5_rows(cluster)),
         ),
-    }
-    runs = {name: record for name, record in records.items() if name.startswith("scaling_law/")}
-    if "scaling_law.json" in records and runs:
-        laws = recorded_laws(records["scaling_law.json"])
-        found |= {f"scaling_law_{name}": each for name, each in study_figures(tabulate(runs), laws).items()}
-    if "finetune_small.json" in records:
-        found["downstream"] = (
+        **{f"scaling_law_{name}": each for name, each in study_figures(runs).items()},
+        "downstream": (
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),
-        )
-    if checks := records_below(records, "coordinate_check"):
-        found["coordinate_check"] = (
+        ),
+        "coordinate_check": (
             "Coordinate checks: the power of the size by which each part's move changes; the band passes",
-            draw_powers(checks),
-        )
-    references = "dotted: unigram entropy; dashed: lowest loss possible without context"
-    wide = [record for record in records.values() if record["name"] == "norm_order_true_widths"]
-    if wide:
+            draw_powers(records_below(records, "coordinate_check")),
+        ),
+        "norm_order_curves": (
+            f"{of_first} Training loss (means of 25 steps) by initialization and depth, one line per seed, each "
+            f"placement and initialization at its best rate at {factorial} layers; {references}",
+            draw_loss_curves(read_curves(first), cells, factorial),
+        ),
+        "placement_rates": (
+            f"{of_second} Final training loss over learning rate by depth, one mark per seed; "
+            "lines join the means of the rates at which both seeds learned",
+            draw_final_losses(study, outcome),
+        ),
+        "placement_losses": (
+            f"{of_second} Final training loss of eight seeds, each placement at its own rate",
+            draw_paired_losses(study, outcome),
+        ),
+        "placement_mechanism": (
+            f"{of_second} The rule's statistic at step 100, and its threshold",
+            draw_mechanism(study, outcome),
+        ),
+    }
+    if wide := [record for record in records.values() if record["name"] == "norm_order_true_widths"]:
         found["norm_order_true_widths"] = (
             f"Figure 7 at its true widths, 2,000 steps. Training loss of BERT 336M and 752M; {references}",
             draw_true_widths(read_curves(wide), read_cells(wide)),
         )
-    cells = records_below(records, "norm_order")
-    if cells and "norm_order.json" in records:
-        of = "Figure 7 as a controlled experiment, scaled down."
-        factorial = records["norm_order.json"]["config"]["factorial"]
-        rows, curves, norms = read_cells(cells), read_curves(cells), read_gradient_norms(cells)
-        found |= {
-            "norm_order_curves": (
-                f"{of} Training loss (means of 25 steps) by initialization and depth, one line per seed, each "
-                f"placement and initialization at its best rate at {factorial} layers; {references}",
-                draw_loss_curves(curves, rows, factorial),
-            ),
-            "norm_order_failures": (
-                f"{of} Gradient norm of each layer of every post-norm run at {factorial} layers, at all rates. "
-                "At step 1 runs that differ in the rate only coincide",
-                draw_failures(norms, rows, factorial, (1, MIDDLE)),
-            ),
-        }
-    placements = records_below(records, "study")
-    if placements and "norm_order_study.json" in records:
-        study, outcome = study_cells(placements), records["norm_order_study.json"]
-        of = "Layer-norm placement, second study."
-        found |= {
-            "placement_rates": (
-                f"{of} Final training loss over learning rate by depth, one mark per seed; "
-                "lines join the means of the rates at which both seeds learned",
-                draw_final_losses(study, outcome),
-            ),
-            "placement_limits": (
-                f"{of} Largest rate at which a seed learned, with all lower ones, over depth",
-                draw_limits(study, outcome),
-            ),
-            "placement_losses": (
-                f"{of} Final training loss of eight seeds, each placement at its own rate",
-                draw_paired_losses(study, outcome),
-            ),
-            "placement_mechanism": (
-                f"{of} The rule's statistic at step 100, its threshold and its errors on held-out runs",
-                draw_mechanism(study, outcome),
-            ),
-            "placement_recovery": (
-                f"{of} Post-norm's rate limit by warm-up, and the runs that learn with an intervention",
-                draw_recovery(study, outcome),
-            ),
-        }
     return found
 
 
-def draw_all(results: Path, folder: Path, only: str | None = None) -> dict[Path, str]:
-    """Draw every figure of a folder of records; returns captions by file.
+def draw_all(records: dict[str, dict], folder: Path, only: str | None = None) -> dict[Path, str]:
+    """Draw every figure, or `only` one, into a folder; returns captions by file.
 
     The metadata of each file holds the fingerprint of the figure under `Source`.
 
     Raises:
         ValueError: there is no figure called `only`.
     """
-    drawn = figures(results)
+    drawn = figures(records)
     if only is not None and only not in drawn:
         raise ValueError(f"`--only` must be one of {', '.join(drawn)}, but is {only}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -188,18 +153,17 @@ def fingerprint(figure: Figure) -> str:
 def main() -> int:
     """Draw the figures, and without `--only` write the page that shows them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
     parser.add_argument("--only", metavar="NAME", help="one figure")
     options = parser.parse_args()
+    records = read_records()
     try:
-        captions = draw_all(options.records, options.folder, only=options.only)
-        if options.only is None:
-            page = findings_page(read_records(options.records), captions)
-            (options.folder / "README.md").write_text(page, encoding="utf-8")
+        captions = draw_all(records, options.folder, options.only)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if options.only is None:
+        (options.folder / "README.md").write_text(findings_page(records, captions), encoding="utf-8")
     for path, caption in captions.items():
         print(f"{path}: {caption}")
     return 0

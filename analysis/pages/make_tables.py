@@ -4,7 +4,6 @@ A page has the words and a marker, `<!-- table: NAME -->`, for each table; a tes
 table, add its rows to `all_rows` under its name, with the same columns as the others, and a page with the marker.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -14,17 +13,15 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from analysis.benchmarks.tables import cpu_speed, profile
-from analysis.correctness.table import peak_memory
 from analysis.finetuning.table import table_5
 from analysis.norm_order.cells import read_cells
-from analysis.norm_order.outcome_table import table_of_tests
-from analysis.norm_order.summary import order_differences, order_table
-from analysis.pages.evidence import Context
-from analysis.pages.rows import heading, kinds, ledger, short_form, status
-from analysis.report.record_list import link_to_record, record_list
+from analysis.norm_order.summary import order_differences
+from analysis.norm_order.tables import order_table, table_of_tests
+from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, status
+from analysis.pages.record_list import link_to_record, record_list
+from analysis.pages.results_page import fill, metric_tables
 from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
-from analysis.report.results_page import fill, metric_tables
-from analysis.scaling.sizes import communication_table, memory_table, parameter_table
+from analysis.scaling.sizes import communication_table, memory_table, parameter_table, peak_memory
 from analysis.scaling.tables import figure_tables, scaling_tables
 from analysis.zero_shot.table import table_3
 
@@ -50,13 +47,9 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
     rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
-    cells = records_below(records, "norm_order")
-    if cells and "norm_order.json" in records:
-        rows["Figure 7"] = order_table(
-            order_differences(read_cells(cells), records["norm_order.json"]["config"]["factorial"])
-        )
-    if "norm_order_study.json" in records:
-        rows["Placement"] = table_of_tests(records["norm_order_study.json"])
+    cells, factorial = records_below(records, "norm_order"), records["norm_order.json"]["config"]["factorial"]
+    rows["Figure 7"] = order_table(order_differences(read_cells(cells), factorial))
+    rows["Placement"] = table_of_tests(records["norm_order_study.json"])
     rows["Records"] = record_list(records)
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
@@ -112,22 +105,14 @@ def format_cell(value: object) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def main() -> int:
+def main() -> None:
     """Fill every page."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=ANALYSIS, help="folder of records")
-    options = parser.parse_args()
-    try:
-        records = read_records(options.records)
-        rows = all_rows(records)
-        pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in PAGES}
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    records = read_records()
+    rows = all_rows(records)
+    pages = {path: fill_page(path.read_text(encoding="utf-8"), rows, records, path.parent) for path in PAGES}
     for path, page in pages.items():
         path.write_text(page, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

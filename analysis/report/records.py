@@ -5,7 +5,6 @@ A study keeps its records in `analysis/<study>/records/`. A record's name is its
 """
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -14,43 +13,31 @@ from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
 
 ANALYSIS = Path(__file__).resolve().parents[1]
-NEEDED = {  # record -> script that writes it
-    "cost_model.json": "scaling/fit_cost_model.py",
-    "peak_memory.json": "correctness/peak_memory.py",
-    "profile_gpt.json": "benchmarks/trace_shares.py",
-    "profile_bert.json": "benchmarks/trace_shares.py",
-}
 
 
-def read_records(folder: Path, needed: Iterable[str] = tuple(NEEDED)) -> dict[str, dict]:
+def read_records(folder: Path = ANALYSIS) -> dict[str, dict]:
     """Read the records below a folder, by name: the path below `records/`, or below `folder` if there is none.
 
     Other files are ignored.
 
     Raises:
-        ValueError: one of `needed` is missing, a file cannot be read, or two records have the same name.
+        ValueError: a file is not JSON, or two records have the same name.
     """
-    paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
+    paths = sorted(folder.rglob("*.json"))
     names = [path.relative_to(folder).as_posix().rpartition("records/")[2] for path in paths]
     if again := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"the names of records must be different, but {', '.join(sorted(again))} occurs twice")
     found = {name: _read(path) for name, path in zip(names, paths, strict=True)}
     for path in sorted(folder.rglob("*.jsonl")):
         found |= {f"{path.stem}/{name}": record for name, record in read_lines(path).items()}
-    records = {
-        name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record
-    }
-    for name in needed:
-        if name not in records:
-            raise ValueError(f"`--records` must have {name} (analysis/{NEEDED[name]}), but {folder} does not")
-    return records
+    return {name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record}
 
 
 def _read(path: Path) -> object:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"`--records` must hold JSON, but {path} is truncated or not JSON: {error}") from error
+        raise ValueError(f"a record must be JSON, but {path} is not: {error}") from error
 
 
 def read_lines(path: Path) -> dict[str, dict]:
@@ -67,7 +54,7 @@ def read_lines(path: Path) -> dict[str, dict]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"`--records` must hold JSON, but line {number} of {path} is not: {error}") from error
+            raise ValueError(f"a record must be JSON, but line {number} of {path} is not: {error}") from error
         shared = row.get("shared", shared)
         if "record" in row:
             name = row.pop("record")

@@ -41,7 +41,6 @@ CONSTANTS = {
     "tensor_bandwidth_gb_s": ("GB/s", 80.0, 50.0, 150.0, "six NVLinks of 25 GB/s each way; a third of them at least"),
     "data_bandwidth_gb_s": ("GB/s", 40.0, 6.25, 100.0, "from one 100 Gb/s link between two GPUs to all of a node's"),
 }
-LARGEST_PRODUCT_SHARE = 0.75  # derived from the baseline, not fitted: the rate of large fp16 products on a V100
 V100 = load_cluster(ROOT / "conf" / "cluster" / "dgx2h_v100.yaml")  # of which `fit` replaces the constants
 # DGX A100 of 2020: memory at 1,555 for 900 GB/s, NVLink at 300 for 150 GB/s each way.
 A100_PEAK, COPY_RATIO, LINK_RATIO = 312.0, 1555 / 900, 2.0

@@ -1,4 +1,4 @@
-"""Computed sizes of the study's models: parameters by part and rank, memory per rank, and messages."""
+"""Sizes of the study's models: parameters by part and rank, predicted and tracked memory per rank, and messages."""
 
 import dataclasses
 from functools import cache
@@ -63,6 +63,19 @@ def memory_table() -> pd.DataFrame:
             found = {f"tp {n}": estimate_memory(job, Layout(tp_size=n)).total / _GIB for n in sizes}
             rows.append({"model": name, "recompute": recompute.value} | found)
     return pd.DataFrame(rows).assign(unit="GiB per rank", evidence="predicted")
+
+
+def peak_memory(record: dict) -> pd.DataFrame:
+    """Predicted and tracked peak of every case in a record of `analysis/correctness/peak_memory.py`.
+
+    Returns:
+        rows with columns `configuration`, `predicted`, `tracked`, `unit`, `difference %` (relative to tracked),
+        `evidence`.
+    """
+    rows = pd.DataFrame(record["config"]["rows"])
+    predicted, tracked = rows["predicted"] / 2**20, rows["tracked"] / 2**20
+    sizes = {"configuration": rows["name"], "predicted": predicted, "tracked": tracked, "unit": "MiB"}
+    return pd.DataFrame(sizes | {"difference %": 100 * (predicted / tracked - 1), "evidence": rows["evidence"]})
 
 
 def communication_table() -> pd.DataFrame:

@@ -43,9 +43,8 @@ def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
     at an end of them.
 
     Returns:
-        one row per arm and count: alpha, beta, exponent (of the best N in compute, approach 3), each with low and high;
-        envelope (the same by approach 1, nan if no budget has a best N between its ends); irreducible; lack_of_fit and
-        its p; sizes, runs.
+        one row per arm and count: alpha, beta, exponent (of the best N in compute), each with low and high;
+        irreducible; lack_of_fit and its p; sizes, runs.
     """
     rows = {}
     for arm, group in cells.groupby(ARM):
@@ -71,8 +70,8 @@ def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
             row = dict(zip(names, values, strict=True))
             for name, (low, high) in zip(names, law.interval(again, *data, num_resamples), strict=True):
                 row |= {f"{name}_low": low, f"{name}_high": high}
-            row |= {"envelope": law.fit_envelope(*data), "irreducible": found.irreducible}
-            rows[*arm, count] = row | {"lack_of_fit": ratio, "p": p, "sizes": size.nunique(), "runs": len(runs)}
+            row |= {"irreducible": found.irreducible, "lack_of_fit": ratio, "p": p}
+            rows[*arm, count] = row | {"sizes": size.nunique(), "runs": len(runs)}
     index = pd.MultiIndex.from_tuples(rows, names=[*ARM, "count"]) if rows else None
     return pd.DataFrame(list(rows.values()), index=index)
 

@@ -9,19 +9,18 @@ from matplotlib.figure import Figure
 from analysis.report.style import BLUE, GREY, ORANGE, house_style, page_figure
 
 from .cells import mean_losses
-from .law import PUBLISHED, fit_surface
+from .law import fit_surface
 from .transfer import transfer
 
 WIDTH, DEPTH = "hidden_size", "num_layers"
 STEPS_TOKENS = 614_400  # of every run of the study but those of its law
 
 
-def study_figures(cells: pd.DataFrame, laws: pd.DataFrame) -> dict[str, tuple[str, Figure]]:
+def study_figures(cells: pd.DataFrame) -> dict[str, tuple[str, Figure]]:
     """Caption and drawing by name of the study's figures.
 
     Args:
         cells: of `cells.tabulate`.
-        laws: of `decide.recorded_laws`.
     """
     usual = cells["tokens"] == STEPS_TOKENS
     pre_norm = (cells["family"] == "gpt") & (cells["norm_order"] == "pre") & ~cells["qk_norm"]
@@ -48,10 +47,6 @@ def study_figures(cells: pd.DataFrame, laws: pd.DataFrame) -> dict[str, tuple[st
                 cells[pre_norm & ~usual],
                 "From width 64 on the second doubling of the tokens gains more than the first",
             ),
-        ),
-        "exponents": (
-            "The exponent of the best number of parameters in compute by what is counted, with 95 % intervals",
-            draw_exponents(laws, "A law that does not fit gives exponents with wide intervals"),
         ),
     }
 
@@ -157,26 +152,5 @@ def draw_law(cells: pd.DataFrame, title: str) -> Figure:
             axis.plot(sizes, law(sizes, tokens), color=color, linewidth=1.2, label=f"{tokens / 1e6:.2f} M tokens")
             axis.plot(runs["parameters"], runs["loss"], "o", color=color, markersize=3, alpha=0.7)
         axis.set(xscale="log", xlabel="parameters", ylabel="validation loss (nats/token)")
-        axis.legend(frameon=False)
-    return figure
-
-
-def draw_exponents(laws: pd.DataFrame, title: str) -> Figure:
-    """Draw the exponent of the best N in compute by way of counting, with its interval, beside the published ones."""
-    names = [*(f"ours, {count}" for count in laws.index.get_level_values(-1)), *PUBLISHED.index]
-    places = np.arange(len(names))[::-1]
-    ours, theirs = places[: len(laws)], places[len(laws) :]
-    with house_style():
-        figure = page_figure(title, 1.0 + 0.24 * len(names))
-        axis = figure.subplots()
-        errors = [laws["exponent"] - laws["exponent_low"], laws["exponent_high"] - laws["exponent"]]
-        axis.errorbar(
-            *(laws["exponent"], ours), xerr=errors, fmt="o", color=BLUE, markersize=4.5, capsize=2.5, label="approach 3"
-        )
-        if laws["envelope"].notna().any():
-            axis.plot(laws["envelope"], ours, "s", color=ORANGE, markersize=4.5, label="approach 1")
-        axis.plot(PUBLISHED, theirs, "o", color=GREY, markersize=4.5, label="published")
-        axis.set_yticks(places, names)
-        axis.set_xlabel("exponent a of the best number of parameters, N ~ C$^a$")
         axis.legend(frameon=False)
     return figure

@@ -1,4 +1,4 @@
-"""Laws of the loss in parameters N and tokens D, with intervals: a surface (approach 3) and an envelope (approach 1).
+"""The law of the loss in parameters N and tokens D, with intervals: a surface, approach 3 of Hoffmann et al.
 
 Source: Hoffmann et al. 2022 (arXiv:2203.15556), section 3; Besiroglu et al. 2024 (arXiv:2404.10102): bootstrap. Their
 exponents, and those of Kaplan et al. 2020 (arXiv:2001.08361) and Porian et al. 2024 (arXiv:2406.19146, RefinedWeb).
@@ -12,12 +12,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
-from scipy import interpolate, optimize, stats
+from scipy import optimize, stats
 
 DELTA = 1e-3  # of Huber's loss on log L
 EXPONENTS = np.linspace(0.05, 2.0, 40)  # searched for both
 PERCENTILES = (2.5, 97.5)
-NUM_POINTS = 20  # compute budgets of the envelope
 MIN_SIZES, MIN_RUNS = 3, 6  # numbers of different N and D, and of runs, that a surface needs
 PUBLISHED = pd.Series(  # of the best N in compute
     {
@@ -97,39 +96,6 @@ def _project(log_n: NDArray, log_d: NDArray, y: NDArray) -> tuple[float, ...]:
         if residual < best:
             best, found = residual, (*scales, alpha, beta)
     return found
-
-
-def fit_envelope(parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike) -> float:
-    """The exponent of the N with the lowest loss in compute 6 N D, by approach 1.
-
-    The runs of one N, at several D, give log L by interpolation over log compute. At each of `NUM_POINTS` budgets,
-    log L over log N (Akima) gives the best N. A best N at an end of the sizes with runs at that budget tells nothing
-    and is left out.
-
-    Returns:
-        nan if fewer than 3 budgets are left.
-    """
-    n, d, y = (np.asarray(values, dtype=float) for values in (parameters, tokens, losses))
-    curves = {}
-    for size in np.unique(n):
-        horizons = np.unique(d[n == size])
-        if len(horizons) > 1:
-            means = [y[(n == size) & (d == horizon)].mean() for horizon in horizons]
-            curves[size] = (np.log(6 * size * horizons), np.log(means))
-    if len(curves) < 4:
-        return float("nan")
-    ends = [c[[0, -1]] for c, _ in curves.values()]
-    found = []
-    for budget in np.linspace(min(low for low, _ in ends), max(high for _, high in ends), NUM_POINTS):
-        sizes = [size for size, (c, _) in curves.items() if c[0] <= budget <= c[-1]]
-        if len(sizes) < 4:
-            continue
-        at_budget = interpolate.Akima1DInterpolator(np.log(sizes), [np.interp(budget, *curves[size]) for size in sizes])
-        fine = np.linspace(np.log(sizes[0]), np.log(sizes[-1]), 401)
-        best = int(np.argmin(at_budget(fine)))
-        if 0 < best < len(fine) - 1:
-            found.append((budget, fine[best]))
-    return float(np.polyfit(*np.transpose(found), 1)[0]) if len(found) >= 3 else float("nan")
 
 
 def interval(fit: Fit, parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, num_resamples: int) -> NDArray:

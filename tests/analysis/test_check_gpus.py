@@ -13,7 +13,7 @@ import torch
 from entry_points import environment
 
 from analysis.benchmarks.gpu.collective_bandwidth import bus_bytes
-from analysis.correctness.check_gpus import report_text
+from analysis.correctness.check_gpus import communication_share, report_text
 from analysis.correctness.check_parts import (
     COMPARED_STEPS,
     Check,
@@ -117,6 +117,18 @@ def test_a_part_that_takes_too_long_is_stopped_with_the_processes_it_started(tmp
 def test_the_bus_carries_twice_as_much_for_an_all_reduce() -> None:
     assert bus_bytes("all_reduce", 800, 4) == 1200
     assert bus_bytes("all_gather", 800, 4) == bus_bytes("reduce_scatter", 800, 4) == 600
+
+
+def test_the_share_of_communication_is_that_of_nccls_kernels_or_of_gloos_operations(tmp_path) -> None:
+    step = {"name": "ProfilerStep#3", "dur": 100, "cat": "user_annotation"}
+    gloo, launch = (
+        {"name": f"{library}:all_reduce", "dur": 20, "cat": "user_annotation"} for library in ("gloo", "nccl")
+    )
+    kernel = {"name": "ncclDevKernel_AllReduce", "dur": 30, "cat": "kernel"}
+    on_gpu = [launch, kernel, step | {"cat": "gpu_user_annotation"}, {"name": "gemm", "dur": 50, "cat": "kernel"}]
+    for events, share in (([gloo, {"name": "process_name"}], 0.2), (on_gpu, 0.3), ([], 0.0)):
+        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [step, *events]}))
+        assert communication_share(tmp_path / "trace.json") == share
 
 
 @pytest.mark.slow

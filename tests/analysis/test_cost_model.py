@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from analysis.scaling import fit_cost_model
+from analysis.scaling import fit_cost_model, fit_roofline
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall
 from analysis.scaling.sizes import DEVICES, memory_table
 from analysis.scaling.study import (
@@ -53,7 +53,7 @@ def test_four_constants_are_fitted_to_six_cells_and_stay_inside_their_ranges(fit
     assert [cell.role for cell in CELLS].count("fit") == 6
     for name, (_, _, low, high, _) in fit_cost_model.CONSTANTS.items():
         assert low < rates(fitted)[name] < high, name
-    assert 0.5 < fitted.roofline.product_share < fit_cost_model.LARGEST_PRODUCT_SHARE
+    assert 0.5 < fitted.roofline.product_share < 0.75  # of the baseline; the rate of large fp16 products on a V100
 
 
 def test_every_held_out_cell_is_within_two_points_and_a_half(figures: dict[str, float]) -> None:
@@ -117,6 +117,16 @@ def test_the_committed_record_is_what_the_script_computes_now(figures: dict[str,
     assert record["kind"] == "modelled"
     for name, value in figures.items():
         assert recorded[name] == pytest.approx(value, rel=1e-4, abs=1e-3), name
+
+
+def test_the_committed_misses_of_published_runs_are_those_of_the_planner_now() -> None:
+    recorded = json.loads(fit_roofline.RECORD.read_text(encoding="utf-8"))["metrics"]
+    again = fit_roofline.measure({name: recorded[name]["value"] for name in fit_roofline.RANGES})
+    assert len(again) == 3 + 20 + 4
+    for name, entry in again.items():
+        assert entry == {"value": pytest.approx(recorded[name]["value"], rel=1e-9), "unit": recorded[name]["unit"]}, (
+            name
+        )
 
 
 def test_a_wrong_constant_is_detected(fitted: Cluster) -> None:

@@ -9,6 +9,7 @@ from entry_points import environment
 from PIL import Image
 
 from analysis.pages import make_figures
+from analysis.report.records import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWN = {"norm_order_curves": "README.md", "coordinate_check": "docs/guides/learning_rate.md"}
@@ -16,7 +17,7 @@ SHOWN = {"norm_order_curves": "README.md", "coordinate_check": "docs/guides/lear
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_figure_of_a_page_shows_the_committed_records(name: str) -> None:
-    _, figure = make_figures.figures(make_figures.ANALYSIS)[name]
+    _, figure = make_figures.figures(read_records())[name]
     file = ROOT / "analysis" / "figures" / f"{name}.png"
     assert Image.open(file).text["Source"] == make_figures.fingerprint(figure)
     assert f"analysis/figures/{file.name})" in (ROOT / SHOWN[name]).read_text(encoding="utf-8")
@@ -36,7 +37,7 @@ def test_a_fingerprint_covers_data_and_text() -> None:
 
 def test_no_title_is_wider_than_its_figure() -> None:
     """The file would cut it off."""
-    for name, (_, figure) in make_figures.figures(make_figures.ANALYSIS).items():
+    for name, (_, figure) in make_figures.figures(read_records()).items():
         figure.canvas.draw()
         title = figure._suptitle.get_window_extent()
         assert title.x0 >= 0 and title.x1 <= figure.bbox.width, name
@@ -44,7 +45,7 @@ def test_no_title_is_wider_than_its_figure() -> None:
 
 @pytest.mark.slow
 def test_one_figure_alone_is_drawn_and_an_unknown_one_refused(tmp_path) -> None:
-    captions = make_figures.draw_all(make_figures.ANALYSIS, tmp_path / "one", only="figure_5")
+    captions = make_figures.draw_all(read_records(), tmp_path / "one", only="figure_5")
     assert [path.name for path in captions] == ["figure_5.png"] == [path.name for path in (tmp_path / "one").iterdir()]
     script = str(ROOT / "analysis" / "pages" / "make_figures.py")
     done = warm.run([script, "--only", "figure_9"], ROOT, environment(), timeout=200)

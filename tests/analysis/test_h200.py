@@ -58,7 +58,7 @@ def test_list_a_has_correctness_a_trace_and_three_models() -> None:
         *(
             "analysis/benchmarks/gpu/gpu_facts.py",
             "-m",
-            "analysis/benchmarks/gpu/gpu_trace.py",
+            "analysis/benchmarks/bench.py",
             "analysis/benchmarks/gpu/attention_backends.py",
         ),
         *["analysis/benchmarks/bench.py"] * 4,
@@ -72,6 +72,7 @@ def test_list_a_has_correctness_a_trace_and_three_models() -> None:
     assert set(tests) == marked
     assert found[1][1:4] == ["pytest", "-m", "gpu"]
     benches = [bench_of(words[1:]) for words in (found[2], *found[4:])]
+    assert [bench.trace for bench in benches] == [True] + [False] * 4
     assert [(b.model["name"], b.micro_batch_size, b.cuda_graphs) for b in benches] == [
         *(("gpt_1.2b", 16, False), ("gpt_1.2b", 32, False)),
         *(("bert_336m", 128, False), ("bert_336m", 128, True), ("bert_3.9b", 24, False)),
@@ -177,7 +178,7 @@ def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> Non
         if script == "src/train.py":
             run = run_of(words)
             assert (run.trainer.accelerator, run.model.hidden_size) == ("cpu", 64) and run.trainer.max_steps <= 50
-        elif script in ("analysis/benchmarks/bench.py", "analysis/benchmarks/gpu/gpu_trace.py"):
+        elif script == "analysis/benchmarks/bench.py":
             bench = bench_of(words)
             assert (bench.accelerator, bench.model["num_layers"], bench.rounds) == ("cpu", 2, 1)
         elif script != "-m":

@@ -7,7 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from composed import composed
+from torch.profiler import ProfilerActivity, profile
 
+from analysis.benchmarks import forecast, race
+from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.gpu import trace
 from lmscale.config import TransformerConfig
 from lmscale.planner.params import count_parameters
 
@@ -169,3 +174,31 @@ def test_weak_scaling_counts_the_parameters_of_each_gpu(tmp_path) -> None:
     assert found == {"figure_5/mp/1_gpu": 100.0, "figure_5/mp/2_gpus": pytest.approx(expected)}
     with pytest.raises(ValueError, match="must begin with one GPU"):
         rows.scaling(tmp_path / "figure_5.json", paths[1:])
+
+
+def test_what_the_script_writes_is_compared(tmp_path, monkeypatch) -> None:
+    """Records of each kind, by the functions that write them, as on a GPU."""
+    record = json.loads(forecast.RECORD.read_text(encoding="utf-8"))
+    values = composed("bench", "model=gpt_1.2b", "precision=bf16", "peers=[]", "peak_tflops_per_s=790")
+    bench = BenchConfig.from_dict(values)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    raced = race._record(bench, torch.device("cuda"), {"ours": [[0.5]]}, {"ours": [4.0]}, {"ours": 60.0})
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(3).sum()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 50 * 2**30)
+    traced = trace._record(bench, "NVIDIA H200", profiler, {})
+    for name, written in (("gpt_1.2b", raced), ("trace_gpt_1.2b", traced)):
+        (tmp_path / f"h200_{name}.json").write_text(json.dumps(written), encoding="utf-8")
+    lines = "train/loss,time/step_s,memory_gib\n9,60,100\n8,4,120\n7,2,110\n8,3,120\n"
+    (tmp_path / "metrics.csv").write_text(lines, encoding="utf-8")
+    (tmp_path / "record.json").write_text('{"metrics": {}}', encoding="utf-8")
+    rows.keep(tmp_path, tmp_path / "h200_gpt_8.3b_20_steps.json")
+    compared = {tuple(line.split()[:2]) for line in forecast.compare(record, tmp_path).splitlines()[1:]}
+    assert compared == {
+        *(("gpt_1.2b", f"ours/{metric}") for metric in ("step", "share_of_given_peak", "memory_peak")),
+        *(("trace_gpt_1.2b", metric) for metric in ("memory_peak", "launches", "host_syncs")),
+        *(("gpt_8.3b_20_steps", f"train/{metric}") for metric in ("step", "memory_peak")),
+    }
+    kept = rows.read_metric(tmp_path / "h200_gpt_8.3b_20_steps.json", "train/step")
+    assert kept == {"value": 2.5, "unit": "s"}

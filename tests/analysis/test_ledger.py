@@ -9,8 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from analysis.ledger.entries import ENTRIES, PAPER, paper_shape
 from analysis.pages import make_tables
-from analysis.pages.evidence import KINDS, Context
-from analysis.pages.rows import kinds, ledger, short_form
+from analysis.pages.ledger import KINDS, Context, kinds, ledger, short_form
 from analysis.report.records import read_records
 from lmscale import paper
 from lmscale.config.cluster import Cluster
@@ -18,7 +17,7 @@ from lmscale.config.from_dict import build
 from lmscale.results import new_record
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = read_records(make_tables.ANALYSIS)
+RECORDS = read_records()
 ROOTS = {
     "src/train.py": "train",
     "src/plan.py": "plan",

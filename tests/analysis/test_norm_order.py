@@ -4,22 +4,21 @@ import json
 import math
 
 import pytest
-from made_cells import make_cell, make_study
+from made_studies import make_cell, make_study
 
 from analysis.norm_order.cells import CELL, at_chosen_rates, choose_rates, read_cells, read_curves, read_gradient_norms
-from analysis.norm_order.figure import draw_failures, draw_loss_curves
+from analysis.norm_order.figure import draw_loss_curves
 from analysis.norm_order.run import RECORDS
 from analysis.norm_order.run_folder import NATS
 from analysis.norm_order.summary import (
     FACTORIAL,
+    difference,
     endings,
-    mean_and_interval,
     order_differences,
-    order_table,
     start_differences,
-    start_table,
     summarize,
 )
+from analysis.norm_order.tables import order_table, start_table
 from analysis.report.records import read_lines
 from analysis.report.style import PAGE_WIDTH
 
@@ -30,8 +29,8 @@ def test_differences_are_paired_by_seed_and_have_students_interval() -> None:
     assert list(rows["difference"]) == pytest.approx([0.5] * 4)
     assert list(rows["half_width"]) == pytest.approx([4.3026527 * 0.01 / 3**0.5] * 4)  # the seed effect cancels
     assert set(rows["lr_pre"]) == set(rows["lr_post"]) == {3e-3} and set(rows["seeds"]) == {3}
-    assert mean_and_interval([1.0, 3.0]) == (2.0, pytest.approx(12.7062047))
-    assert math.isnan(mean_and_interval([1.0])[1])
+    cells = read_cells([make_cell(4, *arm, "3e-3", 1, 4.0) for arm in (("pre", True), ("post", True))])
+    assert difference(cells, "order", "pre", "post") == (0.0, pytest.approx(math.nan, nan_ok=True), 1)
 
 
 def test_a_rate_at_which_a_run_diverged_is_not_chosen() -> None:
@@ -103,20 +102,16 @@ def test_a_run_that_recovers_counts_as_unstable() -> None:
     assert counts[["learned", "stuck", "diverged"]].to_numpy().sum() == len(records)
 
 
-def test_the_figures_have_their_panels_and_units() -> None:
+def test_the_figure_has_its_panels_and_units() -> None:
     records = make_study()
     cells, means = read_cells(records), read_curves(records)
     curves = draw_loss_curves(means, cells, 4)
-    failures = draw_failures(read_gradient_norms(records), cells, 4, (1, 50))
-    assert [len(figure.axes) for figure in (curves, failures)] == [4, 2]
-    assert failures.get_figwidth() == PAGE_WIDTH and NATS in curves.axes[0].get_ylabel()
+    assert len(curves.axes) == 4
+    assert curves.get_figwidth() == PAGE_WIDTH and NATS in curves.axes[0].get_ylabel()
     assert curves.get_suptitle().replace("\n", " ") == (
         "Runs that learned, initialization scaled by 1/sqrt(2 L): pre-norm 6 of 6, post-norm 6 of 6; "
         "not scaled: pre-norm 6 of 6, post-norm 6 of 6"
     )
-    for axis in failures.axes:
-        low, high = axis.get_ylim()
-        assert axis.get_yscale() == "log" and sum(low <= tick <= high for tick in axis.get_yticks()) >= 2
     assert list(means["step"].unique()[:2]) == [13, 38]  # the middles of the first two windows of 25 steps
 
 

@@ -3,7 +3,6 @@
 import collections
 import json
 import math
-import subprocess
 
 import numpy as np
 import pytest
@@ -104,9 +103,7 @@ def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_pa
     assert "equal, bit by bit" in capsys.readouterr().out
     config["losses_sha256"] = "0" * 64
     assert script.repeat([cell], TINY, recorded, tmp_path) == 1
-    printed = capsys.readouterr().out
-    assert f"{cell.name}: differs in losses_sha256" in printed
-    assert f"capability {record['environment']['cpu_details']['capability']})" in printed
+    assert f"{cell.name}: differs in losses_sha256; training loss" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=f"{cell.name} ended with code 2"):
         script.run_cell(cell, ["micro_batch_size=0"], tmp_path)
 
@@ -140,19 +137,3 @@ def test_statistics_that_are_not_finite_can_be_recorded(tmp_path) -> None:
     found = read_statistics(tmp_path)
     assert found == {"5": {"gradient_norm/mlp": [2.0, None]}}
     write_record(new_record("cell", "scaled_down", {"statistics": found}, 1, {}), tmp_path / "record.json")
-
-
-def test_cells_run_only_from_a_clean_checkout(tmp_path, monkeypatch) -> None:
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a"]
-    (tmp_path / "file").write_text("1")
-    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(script, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match=f"`lmscale` must be that of {tmp_path} .*, but is .*/src/lmscale"):
-        script.require_clean()
-    monkeypatch.setattr(script, "PACKAGE", tmp_path / "src" / "lmscale")
-    (tmp_path / "record.json").write_text("new files do not count")
-    script.require_clean()
-    (tmp_path / "file").write_text("2")
-    with pytest.raises(ValueError, match="the checkout must be clean, but has changes: M file"):
-        script.require_clean()

@@ -66,15 +66,6 @@ def test_too_few_sizes_tokens_or_runs_are_refused() -> None:
             law.fit_surface(n[keep], d[keep], losses[keep])
 
 
-def test_the_envelope_follows_the_best_size_and_leaves_out_ends() -> None:
-    """Loss is lowest at N = sqrt(C / 6), exactly between the sizes of the grid."""
-    sizes, tokens = 2.0 ** np.arange(10, 22), 2.0 ** np.arange(8, 26)
-    n, d = (each.ravel() for each in np.meshgrid(sizes, tokens))
-    losses = np.exp(1 + 0.01 * np.log(n / np.sqrt(n * d)) ** 2)
-    assert law.fit_envelope(n, d, losses) == pytest.approx(0.5, abs=0.02)
-    assert math.isnan(law.fit_envelope(n, d, np.exp(-0.01 * np.log(n))))  # the largest is always best
-
-
 @pytest.mark.slow
 def test_intervals_cover_the_law_as_often_as_they_say() -> None:
     """40 studies with the noise of seeds that ours have (0.003); a nominal 95 % interval must cover in 80 to 100 %."""
@@ -231,10 +222,7 @@ def test_the_figures_of_the_study_show_their_tables() -> None:
     assert recorded.loc["FLOPs / 6 tokens"].to_dict() == pytest.approx(
         table.iloc[2].astype(float).to_dict(), nan_ok=True
     )
-    (axis,) = figure.draw_exponents(table, "finding").axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names[:3] == ["ours, parameters", "ours, without embeddings", "ours, FLOPs / 6 tokens"]
-    assert table["exponent"].between(table["exponent_low"], table["exponent_high"]).all() and "Kaplan" in names[3]
+    assert table["exponent"].between(table["exponent_low"], table["exponent_high"]).all()
 
 
 def test_the_committed_summary_follows_from_the_committed_runs() -> None:

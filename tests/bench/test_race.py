@@ -11,7 +11,7 @@ from entry_points import REPOSITORY, environment, refuse
 from sharding import compiler
 
 from analysis.benchmarks.config import BenchConfig
-from analysis.benchmarks.peers.batches import make_batches
+from analysis.benchmarks.peers.contender import make_batches
 from analysis.benchmarks.peers.megatron import has_softmax_kernel
 from analysis.benchmarks.peers.ours import Ours
 from analysis.benchmarks.race import LossesDifferError, Racer, make_contender, race
@@ -198,6 +198,8 @@ def test_our_step_trains() -> None:
         (["peers=[file_compiled]", f"file={__file__}"], "`file` must define GPT and GPTConfig"),
         (["peers=[file_compiled]", "file=README.md"], "`file` must be a Python file, but README.md is not"),
         (["peers=[hf_eager,hf_eager]"], "`peers` must not contain duplicates"),
+        (["trace=true"], "`peers` must be [] with trace=true, which covers only our step, but is ['hf_compiled']"),
+        (["trace=true", "peers=[]"], "`record` must be a file with trace=true, but is null"),
         (["accelerator=tpu"], "`accelerator` must be one of auto, cpu, gpu, but is 'tpu'"),
         (["lr=0"], "`lr` must be above 0, but is 0.0"),
         (["max_loss_difference=-1"], "`max_loss_difference` must be at least 0, but is -1.0"),

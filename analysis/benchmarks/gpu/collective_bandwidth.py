@@ -39,32 +39,11 @@ def run_once(collective: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         dist.reduce_scatter_tensor(part, whole)
 
 
-def check_values(collective: str, rank: int, ranks: int, device: torch.device) -> None:
-    """Compare one small collective with its exact result.
-
-    Raises:
-        RuntimeError: a wrong sum or a slice in the wrong place.
-    """
-    part = torch.full((3,), float(rank + 1), device=device)
-    whole = torch.arange(3.0 * ranks, device=device) + rank
-    start, sums = torch.arange(3.0 * ranks), ranks * (ranks - 1) / 2
-    run_once(collective, whole, part)
-    expected = {
-        "all_reduce": ranks * start + sums,
-        "all_gather": torch.arange(1.0, ranks + 1).repeat_interleave(3),
-        "reduce_scatter": (ranks * start + sums)[3 * rank : 3 * rank + 3],
-    }[collective]
-    found = (part if collective == "reduce_scatter" else whole).cpu()
-    if not torch.equal(found, expected):
-        raise RuntimeError(f"{collective} over {ranks} ranks must give {expected.tolist()}, but gave {found.tolist()}")
-
-
 def time_collectives(rank: int, options: argparse.Namespace) -> dict[str, tuple[float, float]]:
     """Seconds and bytes sent of every collective and size, on one rank."""
     device = torch.device("cuda", rank) if options.accelerator == "gpu" else torch.device("cpu")
     found = {}
     for collective in COLLECTIVES:
-        check_values(collective, rank, options.ranks, device)
         for mib in options.mib:
             elements = max(1, int(mib * 2**20 / 2 / options.ranks)) * options.ranks
             whole = torch.zeros(elements, dtype=torch.bfloat16, device=device)

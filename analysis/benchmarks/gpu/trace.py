@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.benchmarks.config import BenchConfig
-from analysis.benchmarks.peers.batches import make_batches
+from analysis.benchmarks.peers.contender import make_batches
 from analysis.benchmarks.peers.ours import Ours
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record

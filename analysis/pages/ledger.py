@@ -1,4 +1,4 @@
-"""Our value for a number of the paper: from records, exact counts, the cost model or the configuration.
+"""The ledger: every number of the paper with ours, from records, exact counts, the cost model or the configuration.
 
 `paper.yaml` names the sources of each number; the first that gives a value is used. No value of ours is typed here.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.ledger.entries import Entry
+from analysis.ledger.entries import ENTRIES, SHORT_FORM, Entry
 from analysis.norm_order.cells import STATES
 from analysis.scaling.sizes import paper_models
 from analysis.scaling.study import BASELINE_FLOPS_PER_S, MICRO_BATCH, predict_petaflops
@@ -38,6 +38,7 @@ KINDS = {
     SETTING: "an input, not a result: what the command sets or the cost model takes from the paper",
     NOT_RUN: "we have no value, for the stated reason",
 }
+COLUMNS = ("id", "paper", "ours", "unit", "evidence", "from", "origin", "command")
 _OF_RECORD = {"run": REPRODUCED, "scaled_down": SCALED_DOWN, "modelled": MODELLED}
 _DEFINED = ("by definition", "the anchor")  # evidence in the baseline's cells
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -144,7 +145,7 @@ def _recorded(pattern: str, metric: str, what: str, unit: str | None, context: C
 def _norm_order(entry: Entry, context: Context) -> Found | None:
     """Outcomes and loss of the norm-order study at the depth that represents the paper's model."""
     order, depth = entry.source["norm_order"], entry.source["layers"]
-    metrics = context.records.get("norm_order.json", {"metrics": {}})["metrics"]
+    metrics = context.records["norm_order.json"]["metrics"]
     place = f"{depth}_layers/scaled"
     if f"{place}/{order}/learned" not in metrics:
         return None
@@ -245,3 +246,60 @@ _SOURCES: dict[str, Callable[[Entry, Context], Found | None]] = {
     "in_command": _in_command,
     "computed": lambda entry, context: _COMPUTED[entry.source["computed"]](entry, context),
 }
+
+
+def ledger(context: Context) -> pd.DataFrame:
+    """One row per entry, in the order of `paper.yaml`.
+
+    Returns:
+        columns `COLUMNS`: `ours` is in the paper's unit, or text with its own; `from` is the record, the code, the key,
+        or why there is none; `origin` is how the paper's value was obtained.
+    """
+    rows = []
+    for entry in ENTRIES:
+        found = find(entry, context)
+        ours = found.ours
+        if found.unit is not None and not entry.unit.endswith(found.unit):
+            ours = f"{ours:.4g} ({found.unit})"
+        row = (entry.id, entry.paper, ours, entry.unit, found.kind, found.source, entry.origin, entry.command)
+        rows.append(row)
+    return pd.DataFrame(rows, columns=list(COLUMNS), dtype=object)
+
+
+def heading(place: str) -> str:
+    """Heading of a place in the paper: `Table 1`, `Section 4.1`, `Appendix C`."""
+    word, _, number = place.partition("_")
+    return f"{word.capitalize()} {number.upper()}".rstrip()
+
+
+def kinds(rows: pd.DataFrame) -> pd.DataFrame:
+    """Number of entries per kind of evidence: columns `evidence`, `numbers`, `meaning`."""
+    counts = rows["evidence"].value_counts()
+    found = [(kind, int(counts.get(kind, 0)), meaning) for kind, meaning in KINDS.items()]
+    return pd.DataFrame(found, columns=["evidence", "numbers", "meaning"])
+
+
+def status(rows: pd.DataFrame) -> str:
+    """How many numbers were counted, modelled or reached by training."""
+    of = kinds(rows).set_index("evidence")["numbers"]
+    return (
+        f"Of the paper's {len(rows)} numbers, {of[SETTING]} are settings of its runs. Of the other "
+        f"{len(rows) - of[SETTING]}, {of[COUNTED]} are counted exactly, {of[MODELLED]} are modelled, {of[SCALED_DOWN]} "
+        f"were measured on models scaled down and are not comparable, and {of[NOT_RUN]} were not run. Training at the "
+        f"paper's size reached {of[REPRODUCED] or 'none'} of them."
+    )
+
+
+def short_form(rows: pd.DataFrame) -> pd.DataFrame:
+    """The main rows: columns `where`, `paper`, `ours`, `unit`, `evidence`.
+
+    `evidence` also names what was scaled down, and for a cell of the cost model whether it was in the fit.
+    """
+    main = rows.set_index("id").loc[list(SHORT_FORM), ["paper", "ours", "unit", "evidence", "from"]]
+    small = main["evidence"] == SCALED_DOWN
+    main.loc[small, "evidence"] += ": " + main.loc[small, "from"].str.split(": ", n=1).str[1]
+    role = main["from"].str.extract(r"`cost_model.json`, (\w.*)$")[0].replace("fit", "fitted to it")
+    main.loc[role.notna(), "evidence"] += ", " + role.dropna()
+    main = main.drop(columns="from")
+    main.insert(0, "where", list(SHORT_FORM.values()))
+    return main.reset_index(drop=True)
