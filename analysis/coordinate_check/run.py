@@ -86,15 +86,13 @@ def random_batch(config: TransformerConfig, seed: int) -> dict[str, Any]:
     return batch | {"sop_labels": labels[:, 0] % 2, "scored": torch.arange(labels.numel())}
 
 
-def scores(attention: nn.Module, qkv: Tensor) -> Tensor:
-    """Attention scores before mask and softmax, [b, n, s, s]."""
-    q, k, _ = qkv.unflatten(-1, (-1, 3, attention.head_size)).permute(3, 0, 2, 1, 4)  # each [b, n, s, d]
-    return q @ k.transpose(-1, -2) * (attention.score_factor or attention.head_size**-0.5)
-
-
 def parts_of(model: nn.Module) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
     """The modules whose outputs are compared, and what is compared of the output."""
     layers, found = model.transformer.layers, {}
+
+    def scores(attention: nn.Module, qkv: Tensor) -> Tensor:
+        return attention.scores(*attention.split_heads(qkv)[:2])
+
     for end, layer in {"first": layers[0], "last": layers[-1]}.items():
         found[f"{end} scores"] = layer.attention.qkv, partial(scores, layer.attention)
         found |= {f"{end} {name}": (getattr(layer, name), Tensor.clone) for name in ("attention", "mlp")}
