@@ -75,16 +75,6 @@ def test_mean_of_means_depends_on_the_micro_batch_size_and_token_mean_does_not(t
     assert abs(losses["mean_of_means", 1] / losses["mean_of_means", 4] - 1) > 1e-6
 
 
-def test_mean_of_means_is_the_mean_over_ranks_and_micro_batches(tmp_path) -> None:
-    """Two data ranks with two micro-batches each and one rank with four average the same four means."""
-    settings = {"loss_reduction": "mean_of_means", "micro_batch_size": 2}
-    run_jobs([tiny_run("bert", tmp_path / "two", parallel__dp_size=2, **settings)], 2)
-    pretrain(resolve(tiny_run("bert", tmp_path / "one", **settings)))
-    for row, other in zip(read_rows(tmp_path / "one"), read_rows(tmp_path / "two"), strict=True):
-        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-12)
-        assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-12)
-
-
 @pytest.mark.slow
 def test_a_compiled_run_matches_the_eager_run(tmp_path) -> None:
     for name, compiled in (("plain", False), ("compiled", True)):
