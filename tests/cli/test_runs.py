@@ -132,25 +132,6 @@ def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, polic
     assert f"schedule: {config['schedule']['decay']} (paper) over" in done.stdout
 
 
-@pytest.mark.slow
-@linux_only
-def test_a_killed_rank_ends_the_whole_job(tmp_path) -> None:
-    process = start(*LONG_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
-    try:
-        wait_until((tmp_path / "metrics.csv").is_file, process)
-        ranks = ranks_of(process)
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
-        begin = time.monotonic()
-        _, stderr = process.communicate(timeout=60)
-        assert time.monotonic() - begin < 30
-        assert process.returncode == 1, stderr
-        assert stderr.splitlines()[-1].startswith("error: rank 1 failed")
-        assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
-    finally:
-        end(process)
-
-
 @linux_only
 @pytest.mark.parametrize(
     ("tp_size", "times", "code"),

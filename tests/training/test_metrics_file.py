@@ -66,14 +66,6 @@ def test_a_resume_loses_no_row_of_a_file_with_a_byte_order_mark_and_other_letter
     assert list(rows(path)[0])[:3] == ["step", "train/loss", "Länge"]
 
 
-def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
-    for stop in (6, 3):
-        logger = MetricsFile(tmp_path / "metrics.csv")
-        logger.resume_at(0)
-        write(logger, range(1, stop))
-    assert len(rows(logger.path)) == 2
-
-
 def test_rows_are_buffered_while_the_disk_is_full_with_one_warning(tmp_path, monkeypatch, capsys) -> None:
     logger = MetricsFile(tmp_path / "metrics.csv")
     logger.resume_at(0)
@@ -156,14 +148,6 @@ def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [2, 3, 4, 6, 7]
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6, 7]
-
-
-def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:
-    module = GPTModule(small_config("gpt"), logs=False)
-    monkeypatch.setattr(GPTModule, "parallel", ParallelContext())
-    module._validation_sums = torch.tensor([[900.0], [1.0]], dtype=torch.float64)
-    module.on_validation_epoch_end()
-    assert module.validation == {"val/loss": 900.0, "val/perplexity": float("inf")}
 
 
 def test_the_perplexity_of_a_bert_is_that_of_its_masked_tokens_alone(monkeypatch) -> None:

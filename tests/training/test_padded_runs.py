@@ -86,15 +86,6 @@ def test_the_model_goes_to_hugging_face_and_back_bit_for_bit(tmp_path: Path) -> 
     assert (found - whole)[real].abs().max() < BOUND * whole[real].abs().max()
 
 
-def test_a_run_without_the_key_is_refused_and_told_of_it(tmp_path: Path) -> None:
-    message = (
-        r"`model.num_attention_heads` must be a multiple of `parallel.tp_size` \(3\), but is 4, which a run with "
-        r"`parallel.pad_heads=true` pads to 6; valid sizes: 1, 2, 4$"
-    )
-    with pytest.raises(ValueError, match=message):
-        tiny_run("gpt", tmp_path, parallel__tp_size=3, **FOUR_HEADS)
-
-
 @pytest.mark.parametrize(("tp_size", "line"), [(3, "6 computed for 4"), (2, "without effect: tp_size divides them")])
 def test_the_first_lines_say_what_is_padded(tmp_path: Path, tp_size: int, line: str) -> None:
     run = tiny_run("gpt", tmp_path, **PADS, **FOUR_HEADS)
