@@ -10,13 +10,11 @@ BAD = {
     "no such file": (["sources.local.path=/nowhere"], "must exist, but /nowhere"),
     "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
     "books for gpt": (["corpus=bookscorpus"], "is for bert only"),
-    "unknown key": (["sources.local.pth=x"], "`sources.local.pth` is not a known key"),
     "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
     "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),
     "evaluation hub": (["evaluation=wikitext103"], "evaluation=none keeps test sets in the corpus"),
     "tokenizer": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
-    "tokenizer size": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
 }
 
 
