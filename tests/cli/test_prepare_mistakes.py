@@ -55,12 +55,13 @@ BAD_CONTENT = {
 }
 
 
-# The readers of formats have tests of their own, in tests/corpus.
-READERS = ("no text field", "truncated gzip", "truncated zstd", "corrupt parquet")
+# These have tests of their own in tests/corpus.
+OF_A_STEP = ("invalid JSON", "no text field", "truncated gzip", "truncated zstd", "corrupt parquet")
+OF_A_STEP += ("only an empty file", "one document", "duplicate ids")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in READERS)) for name in BAD_CONTENT]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_A_STEP)) for name in BAD_CONTENT]
 )
 def test_bad_content_is_named_and_the_output_is_not_complete(name, tmp_path) -> None:
     file, content, more, message = BAD_CONTENT[name]

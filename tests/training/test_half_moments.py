@@ -46,6 +46,15 @@ def parameter(*shape: int, shard_dim: int | None = None) -> torch.Tensor:
     return param
 
 
+def test_stochastic_rounding_tracks_a_second_moment_where_nearest_rounding_stalls() -> None:
+    param = parameter(8, 512)
+    first, second = (torch.zeros_like(param, dtype=torch.bfloat16) for _ in range(2))
+    place = place_of("w", param, 0, param.shape[-1])
+    for number in range(1, 1501):
+        adamw(None, param, torch.ones_like(param), first, second, step_number(number), RATES, place)
+    assert second.double().mean().item() == pytest.approx(1 - 0.999**1500, rel=0.01)
+
+
 def test_the_two_moments_are_rounded_independently() -> None:
     param = parameter(64, 64)
     moments = torch.zeros(2, 64, 64, dtype=torch.bfloat16)

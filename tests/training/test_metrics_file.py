@@ -150,6 +150,14 @@ def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6, 7]
 
 
+def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:
+    module = GPTModule(small_config("gpt"), logs=False)
+    monkeypatch.setattr(GPTModule, "parallel", ParallelContext())
+    module._validation_sums = torch.tensor([[900.0], [1.0]], dtype=torch.float64)
+    module.on_validation_epoch_end()
+    assert module.validation == {"val/loss": 900.0, "val/perplexity": float("inf")}
+
+
 def test_the_perplexity_of_a_bert_is_that_of_its_masked_tokens_alone(monkeypatch) -> None:
     monkeypatch.setattr(BERTModule, "parallel", ParallelContext())
     module = BERTModule(small_config("bert"), logs=False)
