@@ -149,12 +149,6 @@ def test_a_search_keeps_sequence_parallelism() -> None:
     assert "parallel.sequence_parallel=true" in printed(*options, "best=true", "parallel.sequence_parallel=true")
 
 
-def test_a_search_in_halves_leaves_odd_micro_batches_to_one_tensor_rank() -> None:
-    options = ["model=gpt_2.5b", "cluster=h100", "num_devices=2", "global_batch_size=2", "parallel.batch_halves=true"]
-    layouts = [plan["layout"] for plan in planned(*options, "best=true", "top=100")["fitting"]]
-    assert {(layout["tp_size"], layout["micro_batch_size"]) for layout in layouts} == {(1, 1), (2, 2)}
-
-
 def test_a_search_compares_halves_of_the_micro_batch() -> None:
     sizes = [
         "model=gpt_8.3b",

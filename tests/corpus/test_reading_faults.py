@@ -18,13 +18,6 @@ from lmscale.data.prepare import check_corpus
 from lmscale.text import formats
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "input"
-    path.mkdir()
-    return path
-
-
 def test_parquet_text_that_is_not_utf8_follows_the_same_policy(folder) -> None:
     raw = pa.array([b"fine", b"caf\xe9", None], pa.binary())
     broken = pa.Array.from_buffers(pa.string(), 3, raw.buffers())

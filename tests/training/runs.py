@@ -56,13 +56,18 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
         "global_batch_size": 8,
         "compile": False,
     }
+    return RunConfig.from_dict(change(values, changes))
+
+
+def change(values: dict, changes: dict[str, object]) -> dict:
+    """Set values by dotted key with `__`."""
     for key, value in changes.items():
         *groups, name = key.split("__")
         target = values
         for group in groups:
             target = target[group]
         target[name] = value
-    return RunConfig.from_dict(values)
+    return values
 
 
 def run_jobs(

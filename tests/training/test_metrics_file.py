@@ -34,6 +34,7 @@ def test_validation_is_added_to_the_row_of_its_step(tmp_path) -> None:
     write(logger, range(1, 3))
     logger.log_metrics({"val/loss": 5.0, "val/perplexity": 148.4}, 2)
     write(logger, range(3, 4))
+    logger.log_metrics({"val/loss": 4.0}, 4)  # of a step that has no row
     assert [row["val/loss"] for row in rows(logger.path)] == ["", "5.0", ""]
 
 
@@ -64,6 +65,14 @@ def test_a_resume_loses_no_row_of_a_file_with_a_byte_order_mark_and_other_letter
     second.log_metrics({"train/loss": 0.5}, 4)
     assert [row["step"] for row in rows(path)] == ["1", "2", "3", "4"]
     assert list(rows(path)[0])[:3] == ["step", "train/loss", "Länge"]
+
+
+def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
+    for stop in (6, 3):
+        logger = MetricsFile(tmp_path / "metrics.csv")
+        logger.resume_at(0)
+        write(logger, range(1, stop))
+    assert len(rows(logger.path)) == 2
 
 
 def test_rows_are_buffered_while_the_disk_is_full_with_one_warning(tmp_path, monkeypatch, capsys) -> None:
