@@ -6,13 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import write_dataset
-from runs import assert_equal_runs, read_rows, run_jobs, tiny_run
+from runs import assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.sentences import SentenceEncoder
 from lmscale.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 
 LEVEL = {"gpt": "document", "bert": "sentence"}
 BOUND = 1e-12
@@ -64,7 +62,7 @@ def folder(datasets, tmp_path_factory) -> Path:
         parts = settings | {"resume": "auto"}
         stopped = run_of(name, datasets, root / name / "parts", trainer__stop_after_steps=2, **parts)
         for run in (run_of(name, datasets, root / name / "1x1", **settings), stopped):
-            assert pretrain(resolve(run)) == 0
+            assert train_here(run) == 0
         on_two += [
             *([run_of(name, datasets, root / name / "2x1", parallel__tp_size=2, **settings)] if name == "bert" else []),
             run_of(name, datasets, root / name / "1x2", parallel__dp_size=2, **settings),

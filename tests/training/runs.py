@@ -70,6 +70,11 @@ def change(values: dict, changes: dict[str, object]) -> dict:
     return values
 
 
+def train_here(run: RunConfig) -> int:
+    """Train in this process; returns the exit code."""
+    return pretrain(resolve(run))
+
+
 def run_jobs(
     runs: list[RunConfig], world_size: int, expected: int = 0, fault: Callable[[int], None] | None = None
 ) -> None:

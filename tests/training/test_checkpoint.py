@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import torchrun_rank
-from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run
+from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run, train_here
 
 from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
@@ -31,7 +31,7 @@ LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
 
 def train(run) -> None:
     """Train in this process."""
-    assert pretrain(resolve(run)) == 0
+    assert train_here(run) == 0
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
 
 def test_an_interrupted_run_is_saved_also_where_its_last_step_would_not_be(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
-    assert pretrain(resolve(tiny_run("gpt", tmp_path, checkpoint__save_last=False))) == INTERRUPTED
+    assert train_here(tiny_run("gpt", tmp_path, checkpoint__save_last=False)) == INTERRUPTED
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
 
 
@@ -280,7 +280,7 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     monkeypatch.setattr(EpochShuffle, "__call__", lambda self, places: original(self, places + self.size))
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
-    assert pretrain(resolve(run)) == 2
+    assert train_here(run) == 2
     assert "the data digest must be" in capfd.readouterr().err
 
 

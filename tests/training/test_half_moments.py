@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import read_rows, tiny_run
+from runs import read_rows, tiny_run, train_here
 from sharding import compiler, small_config
 
 from lmscale.config import Layout
@@ -12,8 +12,6 @@ from lmscale.parallel import ParallelContext, ShardSpec
 from lmscale.parallel.rng import counter_bits
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.workload import Workload
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 from lmscale.training.step import adamw as adamw_module
 from lmscale.training.step.adamw import adamw, adamw_in_blocks, adamw_of_groups, place_of, round_to_bf16
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -139,7 +137,7 @@ def test_a_run_stays_close_to_fp32(tmp_path) -> None:
     settings = {"trainer__max_steps": 8, "precision__dtype": "bf16"}
     for moments in ("fp32", "bf16"):
         run = tiny_run("gpt", tmp_path / moments, optimizer__moments=moments, **settings)
-        assert pretrain(resolve(run)) == 0
+        assert train_here(run) == 0
     plain, half = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("fp32", "bf16"))
     assert half == pytest.approx(plain, rel=2e-3)
     assert half[-1] != plain[-1]

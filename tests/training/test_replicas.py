@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import read_rows, run_jobs, tiny_run
+from runs import read_rows, run_jobs, tiny_run, train_here
 
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 from lmscale.training.step import optimizer
 
 
@@ -69,7 +67,7 @@ def test_mean_of_means_depends_on_the_micro_batch_size_and_token_mean_does_not(t
             folder = tmp_path / f"{reduction}{size}"
             settings = {"loss_reduction": reduction, "micro_batch_size": size, "trainer__max_steps": 2}
             run = tiny_run("bert", folder, data__short_seq_probability=0.9, **settings)
-            pretrain(resolve(run))
+            train_here(run)
             losses[reduction, size] = read_rows(folder)[0]["train/loss"]
     assert losses["token_mean", 1] == pytest.approx(losses["token_mean", 4], rel=1e-12)
     assert abs(losses["mean_of_means", 1] / losses["mean_of_means", 4] - 1) > 1e-6
@@ -79,6 +77,6 @@ def test_mean_of_means_depends_on_the_micro_batch_size_and_token_mean_does_not(t
 def test_a_compiled_run_matches_the_eager_run(tmp_path) -> None:
     for name, compiled in (("plain", False), ("compiled", True)):
         run = tiny_run("gpt", tmp_path / name, compile=compiled, precision__dtype="fp32", model__hidden_dropout=0.1)
-        pretrain(resolve(run))
+        train_here(run)
     for row, other in zip(read_rows(tmp_path / "plain"), read_rows(tmp_path / "compiled"), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-5)
