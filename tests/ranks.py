@@ -73,9 +73,11 @@ def _join(rank: int, world_size: int, folder: str, worker: Callable, args: tuple
     dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store, timeout=timedelta(seconds=60))
     try:
         torch.save(worker(rank, *args), Path(folder) / f"result_{rank}")
-        dist.barrier()
+        if dist.is_initialized():  # not after `run_in_turn`
+            dist.barrier()
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
@@ -85,21 +87,20 @@ def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
 
 
 def run_in_turn(rank: int, run: Callable, jobs: list) -> list[Any]:
-    """Call `run` with each job on all ranks, in the environment of torchrun, without this module's process group.
+    """Call `run` with each job on all ranks, in the environment of torchrun; this module's process group ends first.
 
     Each job starts and ends a process group of its own, at a port that no other one uses: a rank that began the next
     job while rank 0 ended the last one would otherwise meet the old store, and wait for ever.
     """
-    world_size, ports = dist.get_world_size(), [free_ports(len(jobs) + 1)]
+    world_size, ports = dist.get_world_size(), [free_ports(len(jobs))]
     dist.broadcast_object_list(ports, src=0)
     dist.barrier()
     dist.destroy_process_group()
     os.environ |= torchrun_rank(rank, world_size)
     results = []
-    for job, port in zip(jobs, ports[0][1:], strict=True):
+    for job, port in zip(jobs, ports[0], strict=True):
         os.environ["MASTER_PORT"] = str(port)
         results.append(run(job))
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports[0][0]}", rank=rank, world_size=world_size)
     return results
 
 

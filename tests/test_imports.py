@@ -172,11 +172,6 @@ def test_apex_is_imported_in_one_file() -> None:
     assert found == {"lmscale.kernels"}
 
 
-def test_apex_is_never_a_pip_dependency() -> None:
-    text = (PACKAGE.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
-    assert "apex" not in text
-
-
 def table() -> str:
     """The rules as the docs show them."""
     rows = ["| package | what it is for | may import | never |", "|---|---|---|---|"]

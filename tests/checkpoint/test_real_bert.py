@@ -50,7 +50,7 @@ def minilm(tmp_path_factory) -> tuple[Path, Path]:
     return folder, path
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("tp_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_real_bert_gives_the_hidden_states_of_transformers_at_every_layout(minilm, tp_size: int) -> None:
     folder, path = minilm
     batch = dict(minilm_batch(folder))

@@ -1,7 +1,5 @@
 """`python src/convert.py` as a user runs it: every conversion, and one-line errors."""
 
-import os
-import pickle
 import subprocess
 from pathlib import Path
 
@@ -80,14 +78,6 @@ def test_a_failed_write_gives_one_line_and_leaves_no_files(published, tmp_path) 
     assert list(tmp_path.iterdir()) == []
 
 
-class _Evil:
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
 WRONG_VALUES = {
     "an unknown key": ({"tpsize": 2}, "`tpsize` is not a known key"),
     "a type that ours never has": ({"dtype": "bf16"}, "`dtype` must be left alone with format=lmscale"),
@@ -105,12 +95,7 @@ def test_an_invalid_value_is_refused_before_torch_is_imported(mistake: str) -> N
 
 MISTAKES = {
     "a missing target": (["source=x"], "`target` must be given"),
-    "an unknown key": (["tpsize=2", "target=target"], "`tpsize` is not a known key or group of the configuration"),
     "no source": (["source=nowhere", "target=target"], "`source` must be a checkpoint, a run folder or"),
-    "ranks that do not divide": (
-        ["source=${published}", "target=target", "tp_size=3"],
-        "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4",
-    ),
     "theirs to theirs": (
         ["source=${published}", "target=target", "format=hugging_face"],
         "`source` must be a checkpoint of ours with format=hugging_face, but is",
@@ -126,16 +111,3 @@ def test_an_error_is_one_line_and_nothing_is_written(published, tmp_path, mistak
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []
-
-
-def test_a_malicious_bin_gives_one_line_and_executes_nothing(published, tmp_path) -> None:
-    (tmp_path / "hostile").mkdir()
-    (tmp_path / "hostile" / "config.json").write_bytes((published / "config.json").read_bytes())
-    torch.save({"wte.weight": _Evil(tmp_path / "trap")}, tmp_path / "hostile" / "pytorch_model.bin")
-    done = convert("source=hostile", "target=target", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: pytorch_model.bin is not read: UnpicklingError")
-    assert [path.name for path in tmp_path.iterdir()] == ["hostile"]
-    with pytest.raises(FileExistsError):  # the malicious file would work
-        (tmp_path / "trap").mkdir()
-        pickle.loads(pickle.dumps(_Evil(tmp_path / "trap")))

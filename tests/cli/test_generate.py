@@ -13,7 +13,7 @@ import torch
 import warm
 from entry_points import REPOSITORY, environment, refuse
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import load_published_tokenizer, train_tokenizer
@@ -116,27 +116,15 @@ def greedy_of_transformers(folder: Path, prompts: list[list[int]], num_new: int)
     return expected, min(leads)
 
 
-@pytest.mark.parametrize("tokenizer", ["trained", "gpt2"])
-def test_greedy_text_equals_that_of_transformers(published, tmp_path, request, tokenizer: str) -> None:
-    folder, options = published, []
-    if tokenizer == "gpt2":
-        files = request.getfixturevalue("shared_data") / "gpt2-bpe"
-        folder, options = tmp_path / "large", ["tokenizer=gpt2", f"tokenizer.path={files}"]
-        torch.manual_seed(4)
-        model = GPT2LMHeadModel(GPT2Config(**SIZES))
-        with torch.no_grad():
-            model.transformer.wpe.weight.normal_(std=3.0)
-        model.save_pretrained(folder)
-    else:
-        files = folder
+def test_greedy_text_equals_that_of_transformers(published, tmp_path) -> None:
     texts = ["some text", "one, two", "", "a longer one: and more text to fit, two, three"]
-    ours = load_published_tokenizer(TokenizerConfig("gpt2", path=str(files)), "gpt")
+    ours = load_published_tokenizer(TokenizerConfig("gpt2", path=str(published)), "gpt")
     ids = [encoded or [ours.id_of("<|endoftext|>")] for encoded in ours.encode_batch(texts)]
-    expected, lead = greedy_of_transformers(folder, ids, 12)
+    expected, lead = greedy_of_transformers(published, ids, 12)
     assert lead > 1e-9 and len({token for tokens in expected for token in tokens}) > 8
     (tmp_path / "p.txt").write_text("\n".join(texts) + "\n")
-    settings = ["file=p.txt", "temperature=0", "max_new_tokens=12", "precision=fp64", "stream=false", *options]
-    done = generate(f"ckpt={folder}", *settings, "out=o.jsonl", cwd=tmp_path)
+    settings = ["file=p.txt", "temperature=0", "max_new_tokens=12", "precision=fp64", "stream=false"]
+    done = generate(f"ckpt={published}", *settings, "out=o.jsonl", cwd=tmp_path)
     assert said_only_that_it_compared(done) and done.stdout == "wrote o.jsonl\n"
     assert [row["tokens"] for row in rows_of(tmp_path / "o.jsonl")] == expected
 
@@ -235,33 +223,15 @@ def test_a_full_disk_behind_the_output_is_one_line_on_every_layout(published, tm
     assert (done.returncode, len(said)) == (2, 1) and "No space left on device" in said[0], done.stderr
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("bert") / "bert"
-    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 30}
-    BertForPreTraining(BertConfig(vocab_size=50, **sizes)).save_pretrained(folder)
-    return folder
-
-
 MISTAKES = {
     "no checkpoint": ([], "`ckpt` must be given"),
     "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "`ckpt` must be a checkpoint, a run folder or"),
-    "a BERT": (["ckpt=${bert}", "prompt=a"], "`ckpt` must be a GPT, which predicts the next token, but"),
-    "no tokenizer": (
-        ["ckpt=${bare}", "prompt=a"],
-        "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER), because none is saved with",
-    ),
-    "a wrong tokenizer": (
-        ["ckpt=${bare}", "tokenizer.path=${published}", "prompt=a"],
-        "the tokenizer must be that of the checkpoint, whose model has 5000 ids, but it has 296",
-    ),
     "BERT's tokenizer": (["ckpt=x", "prompt=a", "tokenizer=bert"], "`tokenizer.kind` must be gpt2 or null, but is"),
     "prompt and file": (["ckpt=${published}", "prompt=a", "file=b"], "`prompt` must be given, or `file`, or"),
     "no prompt": (
         ["ckpt=${published}"],
         "`prompt` must be given, or `file`, or interactive=true, and one of them, but n",
     ),
-    "a file that is not there": (["ckpt=${published}", "file=none.txt"], "`file` must be a file that can be read, but"),
     "a negative temperature": (
         ["ckpt=x", "prompt=a", "temperature=-1"],
         "`temperature` must be 0 or at least 0.0001, but is -1",
@@ -275,35 +245,19 @@ MISTAKES = {
         ["ckpt=${published}", "prompt=xx", "max_new_tokens=63"],
         "prompt: `max_new_tokens` must be at most 62 (the model's positions, 64, less the prompt's 2 tokens), but is",
     ),
-    "ranks that do not divide": (
-        ["ckpt=${published}", "prompt=a", "parallel.tp_size=3"],
-        "`num_attention_heads` must be a multiple of `tp_size` (3), but is 4",
-    ),
     "a file that exists": (["ckpt=${published}", "prompt=a", "out=${published}"], "`out` must be a file that does not"),
     "text that goes nowhere": (["ckpt=x", "prompt=a", "stream=false"], "`stream` must be true where the text would"),
-    "an unknown key": (["ckpt=x", "prompt=a", "beams=4"], "`beams` is not a known key or group of the configuration"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_an_error_is_one_line(published, bert, bare, tmp_path, mistake: str) -> None:
+def test_an_error_is_one_line(published, tmp_path, mistake: str) -> None:
     overrides, message = MISTAKES[mistake]
-    names = {"published": published, "bert": bert, "bare": bare}
-    for name, path in names.items():
-        overrides = [override.replace(f"${{{name}}}", str(path)) for override in overrides]
-        message = message.replace(f"${{{name}}}", str(path))
+    overrides = [override.replace("${published}", str(published)) for override in overrides]
     done = refuse(SCRIPT, *overrides, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory) -> Path:
-    """A GPT-2 without a tokenizer."""
-    folder = tmp_path_factory.mktemp("bare") / "gpt2"
-    GPT2LMHeadModel(GPT2Config(**SIZES, vocab_size=5000, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.slow), 2])

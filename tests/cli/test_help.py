@@ -127,11 +127,15 @@ def test_a_bare_plan_answers() -> None:
     assert done.stderr.startswith("note: without keys this is model=gpt_8.3b ")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--cfg", "job")], ids=["help", "cfg"])
-def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "buffers"),
+    [(("--help",), ""), (("--cfg", "job"), "1"), (("num_devices=8", "parallel.tp_size=8"), "")],
+    ids=["help", "cfg", "plan"],
+)
+def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments, buffers) -> None:
     process = subprocess.Popen(
         [sys.executable, str(REPOSITORY / "src" / "plan.py"), *arguments],
-        env=environment(PYTHONUNBUFFERED="1"),
+        env=environment(PYTHONUNBUFFERED=buffers),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

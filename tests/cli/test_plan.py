@@ -1,7 +1,6 @@
 """`python src/plan.py` as a user runs it: output, speed and errors."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,18 +21,6 @@ def cold(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *command], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60
     )
-
-
-@pytest.mark.parametrize("operations", ["false", "true"])  # within the output buffer, and more
-def test_a_reader_that_closes_the_output_ends_it_quietly(operations) -> None:
-    layout = ("model=gpt_8.3b", "parallel.tp_size=8", "cluster=h200")
-    command = [sys.executable, "src/plan.py", *layout, f"operations={operations}"]
-    done = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    done.stdout.close()
-    assert done.stderr.read() == ""
-    assert done.wait(timeout=60) == 128 + signal.SIGPIPE
 
 
 def test_another_pipe_that_breaks_is_an_error(monkeypatch) -> None:
@@ -267,24 +254,6 @@ def test_a_plan_says_that_it_counts_all_data_parallel_messages() -> None:
     job = ["model=gpt_355m", "cluster=h100"]
     assert remark in printed(*job, "num_devices=2")
     assert remark not in printed(*job, "num_devices=1")
-
-
-def test_halves_send_twice_as_many_messages_of_half_the_size_and_wait_less() -> None:
-    options = ["model=gpt_8.3b", "cluster=h200", "num_devices=8", "parallel.tp_size=8", "micro_batch_size=8"]
-    options += ["global_batch_size=8", "operations=true"]
-    whole, halves = (planned(*options, f"parallel.batch_halves={word}") for word in ("false", "true"))
-    sent = [{c["what"]: (c["count"], c["num_bytes"]) for c in one["collectives"]} for one in (whole, halves)]
-    for what, (count, num_bytes) in sent[0].items():
-        in_layer = "attention and MLP" in what
-        assert sent[1][what] == ((2 * count, num_bytes // 2) if in_layer else (count, num_bytes))
-    assert halves["step_time_s"]["tensor"] < 0.5 * whole["step_time_s"]["tensor"]
-    full = [one["step_time_s"]["tensor"] + one["step_time_s"]["tensor_hidden"] for one in (whole, halves)]
-    assert full[0] < full[1] < 1.1 * full[0]  # the bytes are equal, the latencies twice as many
-    assert f"% of {1e3 * full[1]:.1f} ms\n" in printed(*options, "parallel.batch_halves=true")
-    rows = [{(row["phase"], row["name"]): row for row in one["operations"]} for one in (whole, halves)]
-    product = ("forward", "MLP up")
-    assert (rows[1][product]["count"], rows[1][product]["flops"]) == (144, rows[0][product]["flops"])
-    assert rows[0][product]["count"] == 72
 
 
 def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:

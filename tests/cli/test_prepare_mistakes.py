@@ -10,13 +10,11 @@ BAD = {
     "no such file": (["sources.local.path=/nowhere"], "must exist, but /nowhere"),
     "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
     "books for gpt": (["corpus=bookscorpus"], "is for bert only"),
-    "unknown key": (["sources.local.pth=x"], "`sources.local.pth` is not a known key"),
     "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
     "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),
     "evaluation hub": (["evaluation=wikitext103"], "evaluation=none keeps test sets in the corpus"),
     "tokenizer": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
-    "tokenizer size": (["tokenizer.vocab_size=100"], "`tokenizer.vocab_size` must be above 256"),
 }
 
 
@@ -57,12 +55,13 @@ BAD_CONTENT = {
 }
 
 
-# The readers of formats have tests of their own, in tests/corpus.
-READERS = ("no text field", "truncated gzip", "truncated zstd", "corrupt parquet")
+# These have tests of their own in tests/corpus.
+OF_A_STEP = ("invalid JSON", "no text field", "truncated gzip", "truncated zstd", "corrupt parquet")
+OF_A_STEP += ("only an empty file", "one document", "duplicate ids")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in READERS)) for name in BAD_CONTENT]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_A_STEP)) for name in BAD_CONTENT]
 )
 def test_bad_content_is_named_and_the_output_is_not_complete(name, tmp_path) -> None:
     file, content, more, message = BAD_CONTENT[name]

@@ -78,12 +78,6 @@ def test_srun_gives_the_same_losses(plain, tmp_path) -> None:
     assert losses(tmp_path) == pytest.approx(plain[1], rel=1e-5)
 
 
-def test_tp_size_auto_takes_one_rank_if_the_model_fits(tmp_path) -> None:
-    done = train(*TINY, "parallel.tp_size=auto", f"hydra.run.dir={tmp_path}")
-    assert done.returncode == 0 and "; tp_size=auto: the smallest that fits, not the fastest; " in done.stdout
-    assert json.loads((tmp_path / "record.json").read_text())["layout"]["tp_size"] == 1
-
-
 def test_resuming_on_other_data_is_refused_with_every_difference(plain, tmp_path) -> None:
     changed = (
         "global_batch_size=8",
@@ -113,42 +107,6 @@ def test_weights_only_starts_a_new_run_on_other_data(plain, tmp_path) -> None:
     assert len(values) == 3
     before = json.loads((tmp_path / "record.json").read_text())["metrics"]["val_start/loss"]["value"]
     assert before == json.loads((plain[0] / "record.json").read_text())["metrics"]["val/loss"]["value"]
-
-
-@pytest.mark.parametrize(("policy", "lr"), [("assert", None), ("keep", 3e-3), ("override", 5e-4)])
-def test_a_changed_schedule_is_refused_kept_or_overridden(plain, tmp_path, policy, lr) -> None:
-    settings = (*TINY, "model.attention=exact", "trainer.max_steps=5", "schedule=constant", "optimizer.lr=5e-4")
-    resume = (f"resume={plain[0]}", f"resume.schedule={policy}", f"hydra.run.dir={tmp_path}")
-    done = train(*settings, *resume)
-    if lr is None:
-        assert done.returncode == 2 and "`resume.schedule` must be keep or override" in done.stderr
-        assert "decay is 'constant' here and 'cosine' there" in done.stderr and "lr is 0.0005 here" in done.stderr
-        return
-    assert done.returncode == 0, done.stderr
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["optimizer"]["lr"] == lr and config["schedule"]["decay"] == (
-        "cosine" if policy == "keep" else "constant"
-    )
-    assert f"schedule: {config['schedule']['decay']} (paper) over" in done.stdout
-
-
-@pytest.mark.slow
-@linux_only
-def test_a_killed_rank_ends_the_whole_job(tmp_path) -> None:
-    process = start(*LONG_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
-    try:
-        wait_until((tmp_path / "metrics.csv").is_file, process)
-        ranks = ranks_of(process)
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
-        begin = time.monotonic()
-        _, stderr = process.communicate(timeout=60)
-        assert time.monotonic() - begin < 30
-        assert process.returncode == 1, stderr
-        assert stderr.splitlines()[-1].startswith("error: rank 1 failed")
-        assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
-    finally:
-        end(process)
 
 
 @linux_only

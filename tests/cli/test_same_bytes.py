@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from composed import composed as values_of
 from entry_points import REPOSITORY
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lmscale.config.cluster import load_cluster
@@ -40,14 +40,12 @@ LAYOUTS = [  # tp_size, dp_size, micro-batch, sequence parallelism
 @pytest.fixture(scope="module")
 def composed() -> dict:
     """Plain values of train.py and plan.py for every model of the grid."""
-    found = {}
-    with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        for (model, batch), entry_point in itertools.product(GRID, ("train", "plan")):
-            overrides = [f"model={model}", f"global_batch_size={batch}", "precision=bf16", "parallel=default"]
-            values = OmegaConf.to_container(compose(entry_point, overrides), resolve=False)
-            values = {key: value for key, value in values.items() if key != "hydra"}
-            found[model, entry_point] = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
-    return found
+    return {
+        (model, entry_point): values_of(
+            entry_point, f"model={model}", f"global_batch_size={batch}", "precision=bf16", "parallel=default"
+        )
+        for (model, batch), entry_point in itertools.product(GRID, ("train", "plan"))
+    }
 
 
 def changed(values: dict, layout: tuple, dtype: str, recompute: str) -> dict:

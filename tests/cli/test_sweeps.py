@@ -155,21 +155,6 @@ def test_a_job_that_fails_later_is_named_too(tmp_path) -> None:
     assert done.stderr.startswith(expected) and len(done.stderr.splitlines()) == 1
 
 
-def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n2,0.7\n")
-        config = {"overrides": [f"seed={number}"], **VALIDATED}
-        record = {"config": config, "metrics": {"val/loss": {"value": number}}}
-        (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
-    sweep = {"hydra": {"sweep": {"dir": str(tmp_path)}}}
-    SweepSummary("val/loss").on_multirun_end(OmegaConf.create(sweep))
-    drawn = [line for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
-    plt.close("all")
-    assert [line.get_marker() for line in drawn] == ["o", "o"]
-
-
 def make_job(folder: Path, family: str, lr: float, losses: list[float], **changes) -> None:
     """The files of one finished job that the summary reads."""
     corpus = {"tokenizer": "t", "validation": {"tokens": 640, "sha256": family}}
@@ -180,6 +165,16 @@ def make_job(folder: Path, family: str, lr: float, losses: list[float], **change
     (folder / "record.json").write_text(json.dumps(record))
     rows = [f"{step},{loss}" for step, loss in enumerate(losses, 1)]
     (folder / "metrics.csv").write_text("\n".join(["step,train/loss", *rows]) + "\n")
+
+
+def test_a_sweep_of_runs_with_one_row_shows_points(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    for number in range(2):
+        make_job(tmp_path / str(number), "gpt", 0.1, [0.7])
+    SweepSummary("val/loss").on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}))
+    drawn = [line for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
+    plt.close("all")
+    assert [line.get_marker() for line in drawn] == ["o", "o"]
 
 
 def test_losses_over_different_validation_sets_are_not_in_one_list(tmp_path, capsys) -> None:

@@ -52,14 +52,14 @@ def test_mojibake_is_repaired_as_by_ftfy(shared_data) -> None:
 
 def test_real_text_is_repaired_as_by_ftfy(shared_data) -> None:
     with gzip.open(shared_data / "race" / "race_dev.jsonl.gz", "rt", encoding="utf-8") as file:
-        texts = [json.loads(line)["article"] for line in file][::4]
+        texts = [json.loads(line)["article"] for line in file][::12]
     with tarfile.open(shared_data / "newsgroups" / "20_newsgroups.shared.tar.gz") as archive:
-        posts = [archive.extractfile(m).read() for i, m in enumerate(archive) if m.isfile() and i % 20 == 0]
+        posts = [archive.extractfile(m).read() for i, m in enumerate(archive) if m.isfile() and i % 60 == 0]
     texts += [post.decode("latin-1").replace("\n", "\r\n") for post in posts[::2]]
     texts += [post.decode("latin-1") for post in posts[1::2]]
     repaired = [repair_text(text) for text in texts]
     assert repaired == [ftfy.fix_text(text) for text in texts]
-    assert 50 < sum(a != b for a, b in zip(repaired, texts, strict=True)) < len(texts)
+    assert 15 < sum(a != b for a, b in zip(repaired, texts, strict=True)) < len(texts)
 
 
 def test_every_character_is_repaired_as_by_ftfy() -> None:
@@ -78,7 +78,7 @@ ODD = "aé “”‘’ʼ&lt;&AMP;#<\n\r\x00\x1b[0m\x85\x9dÃÂâ€™œ¡°ﬁ
 @example("â€œquoteâ€\x9d\n“fine”")
 @example("“e\u0301”")
 @example("’’Â\n’ ’")
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=250, deadline=None)
 def test_any_text_is_repaired_as_by_ftfy(text) -> None:
     assert repair_text(text) == ftfy.fix_text(text)
 
@@ -140,7 +140,7 @@ def test_lines_within_a_paragraph_are_joined_and_paragraphs_are_kept() -> None:
 
 
 @given(st.text(alphabet="aé_.\n \t5", max_size=30))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_lines_are_joined_by_the_rule(text) -> None:
     assert join_story_lines(text) == joined_by_hand(text)
 
@@ -191,7 +191,7 @@ def test_the_length_shortcut_agrees_with_tokenization(tokenizer_files, name) -> 
     @given(st.text(alphabet=ODD_WORDS, max_size=40) | st.text(max_size=20))
     @example("the the the the the the the the")
     @example("a\x0bb a\x1cb \u0301 \u200b !\x1c! 1\u0301 2")
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=40, deadline=None)
     def check(text: str) -> None:
         # The reader has replaced surrogates.
         text = text.encode("utf-8", "replace").decode()

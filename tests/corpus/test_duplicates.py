@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from ground_truth import (
     newsgroup_bodies,
-    plain_shingles,
     race_articles,
     removals,
     searched_pairs,
@@ -159,18 +158,6 @@ def test_no_removals_have_no_causes() -> None:
 
 
 # ---- the whole search on real texts
-
-
-def test_brute_force_equals_comparing_all_pairs_of_python_sets(shared_data) -> None:
-    texts = list(newsgroup_bodies(shared_data).values())[:250] + ["", " ", "...", "two words", "Two, words"]
-    sets = [plain_shingles(text, 5) for text in texts]
-    expected = {}
-    for i, j in itertools.combinations(range(len(texts)), 2):
-        common = len(sets[i] & sets[j])
-        jaccard = common / (len(sets[i]) + len(sets[j]) - common)
-        if jaccard >= 0.3:
-            expected[i, j] = jaccard
-    assert similar_pairs(texts, 5, 0.3) == expected and len(expected) > 5
 
 
 def assert_recall_and_precision(found: dict, truth: dict) -> None:

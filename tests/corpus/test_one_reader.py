@@ -43,13 +43,6 @@ WHOLE_FILE_READERS = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "input"
-    path.mkdir()
-    return path
-
-
 @WHOLE_FILE_READERS
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
 def test_a_byte_order_mark_is_stripped_and_only_lf_and_crlf_end_lines(folder, text: Callable, pack) -> None:

@@ -4,7 +4,6 @@ import time
 
 import numpy as np
 import pytest
-from ground_truth import race_articles
 
 from lmscale.corpus import overlap
 from lmscale.corpus.overlap import EvaluationIndex
@@ -106,35 +105,6 @@ def test_overlap_counts_positions_and_combines_shards() -> None:
     assert report["two"]["percent"] == 0
     assert index.overlap(np.logical_or.reduce(shards))["two"]["percent"] == 100
     assert report["none"] == {"percent": 0, "ngrams": 0, "ngrams_found": 0, "items": 0, "items_not_checkable": 0}
-
-
-def test_overlap_on_real_text_equals_that_of_python_sets(shared_data) -> None:
-    train, dev = race_articles(shared_data, "train")[::30], race_articles(shared_data, "dev")
-    held = {ngram for text in train for ngram in plain_ngrams(text, 8)}
-    wanted = [ngram for text in dev for ngram in plain_ngrams(text, 8)]
-    index = EvaluationIndex({"race_dev": dev}, 8)
-    seen = index.new_seen()
-    for start in range(0, len(train), 500):
-        index.mark_seen(word_ngrams(train[start : start + 500], 8)[0], seen)
-    report = index.overlap(seen)["race_dev"]
-    assert report["ngrams"] == len(wanted)
-    assert report["ngrams_found"] == sum(ngram in held for ngram in wanted) > 0
-
-
-def test_contaminated_real_documents_equal_those_of_python_sets(shared_data) -> None:
-    train, dev = race_articles(shared_data, "train")[:3_000], race_articles(shared_data, "dev")
-    wanted = [set(plain_ngrams(text, 8)) for text in dev]
-    items_of: dict[tuple, list[int]] = {}
-    for item, ngrams in enumerate(wanted):
-        for ngram in ngrams:
-            items_of.setdefault(ngram, []).append(item)
-    expected = []
-    for document, text in enumerate(train):
-        hits = [item for ngram in set(plain_ngrams(text, 8)) for item in items_of.get(ngram, ())]
-        shares = {item: hits.count(item) / len(wanted[item]) for item in sorted(set(hits))}
-        expected += [(document, item, share) for item, share in shares.items() if share >= 0.5]
-    assert found_by(EvaluationIndex({"race_dev": dev}, 8), train, 0.5) == expected
-    assert len(expected) > 10
 
 
 def test_an_empty_index_finds_nothing() -> None:

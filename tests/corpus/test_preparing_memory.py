@@ -13,7 +13,6 @@ import pytest
 from entry_points import REPOSITORY, environment
 
 from lmscale.corpus import collecting
-from lmscale.data import sentences
 
 WORDS = "the of and to in a is that for it as was with be by on not he his but at are this have from or had an".split()
 
@@ -85,8 +84,3 @@ def test_batches_and_row_groups_end_by_bytes_long_before_they_have_many_document
     assert pq.read_table(tmp_path / "shard")["text"].to_pylist() == texts
     for batch in found:
         assert sum(map(len, batch[:-1])) < 1000  # the last one, of any length, ends it
-
-
-def test_the_bounds_on_batches_are_a_few_megabytes() -> None:
-    assert collecting.BATCH_BYTES <= 8 * 2**20 and collecting.BUFFER_BYTES <= 64 * 2**20
-    assert sentences.PIECE_CHARACTERS <= sentences.GROUP_CHARACTERS <= 2**20

@@ -16,13 +16,6 @@ from lmscale.corpus.inputs import list_inputs
 from lmscale.corpus.reading import SourceReader
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "input"
-    path.mkdir()
-    return path
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "A.JSONL"])
 def test_json_lines_are_read_plain_and_compressed(folder, name) -> None:
     pack(lines([{"text": text} for text in TEXTS]), folder / name)

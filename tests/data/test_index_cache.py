@@ -40,7 +40,7 @@ def _hang(folder: Path) -> None:
 
 
 def test_four_processes_build_an_index_once(tmp_path) -> None:
-    context = get_context("spawn")
+    context = get_context("fork")
     results = context.Queue()
     processes = [context.Process(target=_ask, args=(tmp_path, results)) for _ in range(4)]
     for process in processes:

@@ -52,7 +52,7 @@ def content(prefix: Path) -> list[list[list[int]]]:
     ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=SEVERAL)
 def test_files_equal_those_of_a_plain_writer_and_round_trip(tmp_path, documents) -> None:
     prefix = write_dataset(tmp_path / "a", documents)
@@ -68,7 +68,7 @@ def test_files_equal_those_of_a_plain_writer_and_round_trip(tmp_path, documents)
     assert dataset.document_sizes(0, len(documents)).tolist() == sizes
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(SEVERAL, min_size=1, max_size=4))
 def test_a_merged_dataset_equals_one_written_at_once(tmp_path, parts) -> None:
     prefixes = [write_dataset(tmp_path / f"part{i}", documents) for i, documents in enumerate(parts)]

@@ -6,14 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import write_dataset
-from entry_points import train
-from runs import assert_equal_runs, read_record, read_rows, run_jobs, tiny_run
+from runs import assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.data.embedded import embedded_documents
 from lmscale.data.sentences import SentenceEncoder
 from lmscale.data.tokenizer import END_OF_TEXT, Tokenizer, train_tokenizer
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 
 LEVEL = {"gpt": "document", "bert": "sentence"}
 BOUND = 1e-12
@@ -65,7 +62,7 @@ def folder(datasets, tmp_path_factory) -> Path:
         parts = settings | {"resume": "auto"}
         stopped = run_of(name, datasets, root / name / "parts", trainer__stop_after_steps=2, **parts)
         for run in (run_of(name, datasets, root / name / "1x1", **settings), stopped):
-            assert pretrain(resolve(run)) == 0
+            assert train_here(run) == 0
         on_two += [
             *([run_of(name, datasets, root / name / "2x1", parallel__tp_size=2, **settings)] if name == "bert" else []),
             run_of(name, datasets, root / name / "1x2", parallel__dp_size=2, **settings),
@@ -82,46 +79,3 @@ def test_a_blended_run_does_not_depend_on_the_layout_and_resumes_at_another(fold
     plain = folder / architecture / "1x1"
     assert len(read_rows(plain)) == 4
     assert_equal_runs(plain, folder / architecture / other, moments=100.0)
-
-
-def test_a_run_can_be_extended_but_not_with_another_blend(tmp_path, datasets) -> None:
-    settings = {"trainer__validate_every_steps": 2, "resume": "auto"}
-    assert pretrain(resolve(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=2, **settings))) == 0
-    assert pretrain(resolve(run_of("gpt", datasets, tmp_path / "run", trainer__max_steps=3, **settings))) == 0
-    assert [row["step"] for row in read_rows(tmp_path / "run")] == [1, 2, 3]
-    path = str(datasets["gpt"] / "a_text_document")
-    with pytest.raises(ValueError, match="the corpus has other tokens"):
-        resolve(run_of("gpt", datasets, tmp_path / "run", data__path={path: 1.0}, **settings))
-
-
-@pytest.mark.parametrize("architecture", [pytest.param("gpt", marks=pytest.mark.slow), "bert"])
-def test_train_py_trains_on_an_indexed_dataset(tmp_path, datasets, architecture) -> None:
-    done = train(
-        f"model={architecture}_tiny",
-        "data=indexed",
-        f"data.path={datasets[architecture]}/a_text_{LEVEL[architecture]}",
-        "data.split='80,20,0'",
-        f"data.cache_dir={tmp_path}/cache",
-        "model.num_layers=1",
-        "data.seq_length=32",
-        "trainer.max_steps=3",
-        "trainer.num_validation_samples=4",
-        "trainer.num_threads=1",
-        "trainer.progress_bar=false",
-        "logger.tensorboard=false",
-        "micro_batch_size=2",
-        "global_batch_size=4",
-        f"hydra.run.dir={tmp_path}/run",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = read_record(tmp_path / "run")
-    assert record["metrics"]["val/unigram_cross_entropy"]["value"] > 4
-    assert record["config"]["corpus"]["train"]["documents"] == 24
-    assert [path.suffix for path in (tmp_path / "cache" / "indices").glob(f"{architecture}_*")][:1] == [".npy"]
-
-
-def test_train_py_reports_a_bad_dataset_in_one_line(tmp_path, datasets) -> None:
-    done = train("model=gpt_tiny", "data=indexed", f"data.path={tmp_path}/nothing", f"hydra.run.dir={tmp_path}/run")
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    assert f"but there is no {tmp_path}/nothing.idx" in done.stderr
-    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -45,28 +45,6 @@ def test_a_column_of_numbers_raises(tmp_path) -> None:
         prepare_corpus(config, TRAINED, "gpt", None)
 
 
-def test_a_damaged_gzip_raises(tmp_path) -> None:
-    packed = bytearray(gzip.compress(b'{"text": "some words"}\n' * 50))
-    packed[10] ^= 0xFF  # the first byte of the compressed data
-    (tmp_path / "a.jsonl.gz").write_bytes(packed)
-    with pytest.raises(ValueError, match="a.jsonl.gz must be a complete, readable file"):
-        prepare_corpus(local_config(tmp_path / "a.jsonl.gz", tmp_path), TRAINED, "gpt", None)
-
-
-def test_damaged_parquet_pages_raise_one_line(tmp_path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    file = tmp_path / "a.parquet"
-    parquet.write_table(pa.table({"text": [f"some words {n}" for n in range(500)]}), file, compression="zstd")
-    content = bytearray(file.read_bytes())
-    content[100:1000] = bytes(900)  # the schema, at the end, stays whole
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match="a.parquet must be a complete, readable file, but is not") as caught:
-        open_corpus(local_config(file, tmp_path)).read()
-    assert "\n" not in str(caught.value)
-
-
 def test_errors_name_the_wrong_key(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))

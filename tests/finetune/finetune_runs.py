@@ -83,13 +83,7 @@ def make_run(name: str, folder: Path, ckpt: Path, count: int = 22, run: str = "r
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    for key, value in changes.items():
-        *groups, last = key.split("__")
-        target = values
-        for group in groups:
-            target = target[group]
-        target[last] = value
-    return FinetuneConfig.from_dict(values)
+    return FinetuneConfig.from_dict(runs.change(values, changes))
 
 
 def run_finetunings(runs: list[FinetuneConfig], world_size: int) -> None:

@@ -226,17 +226,13 @@ def test_data_ranks_can_shard_the_optimizer_state(tmp_path, ckpt) -> None:
     [
         ({"task__max_seq_length": 49}, "max_seq_length` must be at most the 48 positions"),
         ({"parallel__tp_size": 3}, "must be a multiple of `tp_size`"),
-        ({"parallel__tp_size": "auto"}, "tp_size` must be a whole number"),
         ({"parallel__batch_halves": True}, "`parallel.batch_halves` must be false for a finetuning, but is true"),
         ({"parallel__pp_size": 2}, "`parallel.pp_size` must be 1 outside src/train.py, which reads"),
         ({"trainer__num_epochs": 0}, "must have been finetuned on qqp .* not finetuned"),
-        ({"task__train": "/nowhere.tsv"}, "`task.train` must be a file or folder"),
         ({"task__validation": {"dev": "/nowhere.tsv"}}, "`task.validation.dev` must be a file"),
         ({"task__train": None}, "`task.train` must be given"),
         ({"task__validation": {"dev": None}}, "must have a set to score"),
         ({"task__validation": {"dev": None}, "task__test": {"x": "y"}}, "`task.validation` must have a set"),
-        ({"task__name": "sst2"}, "`task.name` must be one of mnli"),
-        ({"head_dropout": 1.0}, "`head_dropout` must be at least 0 and below 1"),
     ],
 )
 def test_invalid_configurations_raise_one_line(tmp_path, ckpt, changes, message: str) -> None:
@@ -270,14 +266,6 @@ def test_another_tokenizer_raises(tmp_path, ckpt, shared_data) -> None:
     with pytest.raises(ValueError, match="the tokenizer must be that of the checkpoint, whose model has"):
         prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=other))
     assert prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=str(tmp_path / "moved")))
-
-
-def test_a_tokenizer_with_another_normalizer_raises(tmp_path, ckpt) -> None:
-    rules = json.loads((ckpt / "tokenizer/tokenizer.json").read_text())
-    rules["normalizer"]["lowercase"] = False  # the vocabulary stays
-    (tmp_path / "cased.json").write_text(json.dumps(rules))
-    with pytest.raises(ValueError, match="`tokenizer.path` must be that of the checkpoint"):
-        prepare_job(make_run("qqp", tmp_path, ckpt, tokenizer__path=str(tmp_path / "cased.json")))
 
 
 def test_a_trained_pooler_is_not_initialized_again(tmp_path, ckpt) -> None:

@@ -39,9 +39,8 @@ def paper_config(name: str, **changes) -> TransformerConfig:
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_paper_model_has_exactly_its_parameters(name: str) -> None:
     natural, padded = COUNTS[name]
-    for norm_order in ("pre", "post"):
-        assert sum(count_model_parameters(paper_config(name, vocab_multiple=1, norm_order=norm_order))) == natural
-        assert sum(count_model_parameters(paper_config(name, norm_order=norm_order))) == padded
+    assert sum(count_model_parameters(paper_config(name, vocab_multiple=1, norm_order="pre"))) == natural
+    assert sum(count_model_parameters(paper_config(name, norm_order="post"))) == padded
 
 
 @pytest.mark.parametrize(

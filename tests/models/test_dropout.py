@@ -36,17 +36,10 @@ def test_evaluation_has_no_dropout_and_needs_no_keys(architecture: str, attentio
 
 
 @pytest.mark.parametrize("changes", [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}])
-def test_one_process_draws_missing_keys_and_several_tensor_ranks_refuse_to(changes: dict) -> None:
+def test_several_tensor_ranks_refuse_to_draw_missing_keys(changes: dict) -> None:
     config = small_config("gpt", attention="exact", **changes)
-    model, tokens = random_model(config, ParallelContext()), random_batch(config)["tokens"]
-    with torch.random.fork_rng():
-        found = []
-        for seed in (1, 1, 2):
-            torch.manual_seed(seed)
-            found.append(model(tokens))
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     with pytest.raises(ValueError, match="`sample_keys` must be given"):
-        build_model(config, ParallelContext(tp_size=2), seed=1)(tokens)
+        build_model(config, ParallelContext(tp_size=2), seed=1)(random_batch(config)["tokens"])
 
 
 @pytest.mark.parametrize("norm_order", NORM_ORDERS)

@@ -88,7 +88,7 @@ LAYOUTS = {  # tp_size, sequence_parallel, batch_halves
     "tp2 sequence halves": (2, True, True),
     "tp4 sequence halves": (4, True, True),
 }
-CASES = [(layout, PAIRS) for layout in ("tp2", "tp4", "tp2 sequence", "tp2 halves", "tp2 sequence halves")]
+CASES = [(layout, PAIRS) for layout in ("tp4", "tp2 sequence", "tp2 halves", "tp2 sequence halves")]
 SLOW = [(layout, ALL) for layout in LAYOUTS]
 
 
@@ -142,7 +142,7 @@ def test_recomputation_is_bitwise_equal_also_with_dropout(architecture: str, nor
         model = random_model(config, ParallelContext())
         seed_rank_generator(1234, step=3, micro_step=0, dp_rank=0, tp_rank=0)
         loss = total_loss(model, random_batch(config))
-        loss.backward()
-        results[recompute] = [loss.detach(), *(p.grad for p in model.parameters())]
+        # torch.autograd.grad, because torch's reentrant checkpoints refuse it
+        results[recompute] = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
     for recompute in ("selective", "full"):
         assert all(torch.equal(a, b) for a, b in zip(results["none"], results[recompute], strict=True)), recompute

@@ -3,18 +3,15 @@
 import dataclasses
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import make_context, run_ranks
-from runs import read_rows, run_jobs, tiny_run
 from sharding import count_model_parameters, differences_from_plain, random_model, small_config
 from torch import Tensor, nn
 
 from lmscale.config import Layout, TransformerConfig
-from lmscale.config.pretrain import RunConfig
 from lmscale.models import build_model
 from lmscale.models.hugging_face import model_of
 from lmscale.models.transformer import Transformer
@@ -235,24 +232,6 @@ def test_two_tensor_ranks_equal_one_process(cases: list[str]) -> None:
     for found in run_ranks(_differences, 2, cases):
         for case, differences in found.items():
             assert max(differences.values()) < 1e-12, (case, differences)
-
-
-@pytest.mark.parametrize("names", [("peri", "mix"), pytest.param(("deepnorm", "b2t"), marks=pytest.mark.slow)])
-def test_a_run_that_changes_its_layout_half_way_is_the_run_of_one_process(tmp_path: Path, names: tuple) -> None:
-    """Two steps on two tensor ranks with sequence parallelism, saved, and the third on one."""
-    lengths = {"data__seq_length": 32, "model__max_position_embeddings": 32, "model__num_layers": LAYERS}
-
-    def run(name: str, folder: str, **changes) -> RunConfig:
-        return tiny_run("bert", tmp_path / name / folder, model__norm_order=name, **lengths, **changes)
-
-    cut = {"parallel": {"tp_size": 2, "dp_size": 1, "sequence_parallel": True}, "trainer__stop_after_steps": 2}
-    run_jobs([run(name, "part", **cut) for name in names], 2)
-    run_jobs([run(name, folder, resume="auto") for name in names for folder in ("part", "whole")], 1)
-    for name in names:
-        part, whole = (read_rows(tmp_path / name / folder) for folder in ("part", "whole"))
-        assert [row["step"] for row in part] == [1, 2, 3]
-        for column in ("train/loss", "grad_norm"):
-            assert [row[column] for row in part] == pytest.approx([row[column] for row in whole], rel=1e-12)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

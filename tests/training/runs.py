@@ -3,7 +3,8 @@
 import csv
 import gc
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import ResolvedRun, resolve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ONE = "1x1x1"  # the folder of the run in one process; see run_layouts
 
 
 def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
@@ -54,13 +56,23 @@ def tiny_run(architecture: str, run_dir: Path, **changes) -> RunConfig:
         "global_batch_size": 8,
         "compile": False,
     }
+    return RunConfig.from_dict(change(values, changes))
+
+
+def change(values: dict, changes: dict[str, object]) -> dict:
+    """Set values by dotted key with `__`."""
     for key, value in changes.items():
         *groups, name = key.split("__")
         target = values
         for group in groups:
             target = target[group]
         target[name] = value
-    return RunConfig.from_dict(values)
+    return values
+
+
+def train_here(run: RunConfig) -> int:
+    """Train in this process; returns the exit code."""
+    return pretrain(resolve(run))
 
 
 def run_jobs(
@@ -77,6 +89,25 @@ def run_jobs(
         assert run.parallel.tp_size * run.parallel.num_stages * run.parallel.dp_size == world_size
         jobs.append(resolve(run))
     run_ranks(_train_all, world_size, jobs, expected, fault)
+
+
+def at(layout: tuple[int, int, int]) -> dict[str, int]:
+    """The keys of a layout, given as (tp_size, pp_size, dp_size)."""
+    return dict(zip(("parallel__tp_size", "parallel__pp_size", "parallel__dp_size"), layout, strict=True))
+
+
+def run_layouts(cases: Iterable[tuple[str, Path, dict, Iterable[tuple[int, int, int]]]]) -> None:
+    """Train each (family, folder, changes, layouts) in one process, in `folder/1x1x1`, and at each of its layouts.
+
+    The ranks are started once per world size.
+    """
+    runs: dict[int, list[RunConfig]] = {}
+    for family, folder, changes, layouts in cases:
+        for layout in ((1, 1, 1), *layouts):
+            run = tiny_run(family, folder / "{}x{}x{}".format(*layout), **changes, **at(layout))
+            runs.setdefault(math.prod(layout), []).append(run)
+    for world_size, those in runs.items():
+        run_jobs(those, world_size)
 
 
 def _train_all(rank: int, jobs: list[ResolvedRun], expected: int, fault: Callable[[int], None] | None) -> None:

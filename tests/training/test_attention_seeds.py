@@ -71,12 +71,6 @@ def test_unique_seeds_give_every_rank_step_and_micro_step_its_own_mask() -> None
             assert mask == tuple(torch.rand(8).tolist())
 
 
-@pytest.mark.parametrize("tp_rank", [0, 1])
-def test_shared_seeds_give_all_data_ranks_the_masks_of_rank_0_and_tensor_ranks_their_own(tp_rank: int) -> None:
-    assert masks("shared", 0, tp_rank) == masks("shared", 1, tp_rank) == masks("unique", 0, tp_rank)
-    assert not set(masks("shared", 0, 0)) & set(masks("shared", 0, 1))
-
-
 def module_on(dp_rank: int, step: int = 0, dropout_seeds: str = "unique") -> GPTModule:
     """A module before a step, counted from 0, on one of two data ranks."""
     module = GPTModule(small_config("gpt"), dropout_seeds=dropout_seeds, micro_batch_size=2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import shutil
 import signal
 import threading
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from ranks import torchrun_rank
-from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run
+from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run, train_here
 
 from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
@@ -30,12 +31,19 @@ LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
 
 def train(run) -> None:
     """Train in this process."""
-    assert pretrain(resolve(run)) == 0
+    assert train_here(run) == 0
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), [("gpt", "fp32"), ("bert", "bf16"), ("gpt", "fp16")])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, architecture, dtype) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "moments"), [("gpt", "fp32", "fp32"), ("bert", "bf16", "bf16"), ("gpt", "fp16", "fp32")]
+)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
+    tmp_path, architecture, dtype, moments, built_elsewhere
+) -> None:
+    """Also where the default device is not the CPU, as on a GPU: in bf16 the checkpoint has other types than the model,
+    and row-parallel weights are cut along dimension 1."""
     settings = DROPOUT | LONG | {"precision__dtype": dtype, "precision__initial_loss_scale": 2.0**20}
+    settings["optimizer__moments"] = moments
     train(tiny_run(architecture, tmp_path / "whole", **settings))
     for stop in (1, 4, None):
         train(tiny_run(architecture, tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings))
@@ -49,37 +57,46 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, architecture, 
     tensors, others = read_tensors(tmp_path / "whole"), read_tensors(tmp_path / "parts")
     assert tensors.keys() == others.keys()
     assert all(torch.equal(tensors[key], others[key]) for key in tensors)
-    assert all(tensor.dtype == torch.float32 for tensor in tensors.values())  # of half types the masters
+    types = {key.partition("/")[0]: tensor.dtype for key, tensor in tensors.items()}
+    half = torch.bfloat16 if moments == "bf16" else torch.float32
+    assert types == {"model": torch.float32, "exp_avg": half, "exp_avg_sq": half}  # of half types the masters
 
 
-def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, built_elsewhere) -> None:
-    """In bf16 the checkpoint has other types than the model; row-parallel weights are cut along dimension 1."""
-    settings = DROPOUT | LONG | {"precision__dtype": "bf16"}
-    train(tiny_run("bert", tmp_path / "whole", **settings))
-    train(tiny_run("bert", tmp_path / "parts", trainer__stop_after_steps=2, **settings))
-    train(tiny_run("bert", tmp_path / "parts", resume="auto", **settings))
-    whole, parts = (read_tensors(tmp_path / name) for name in ("whole", "parts"))
-    assert all(torch.equal(whole[key], parts[key]) for key in whole)
-
-
-def test_a_run_resumes_at_any_other_layout(tmp_path, capfd) -> None:
-    """Three steps at tp 2 x dp 1, then one process, then tp 1 x dp 2 equal an uninterrupted run (fp64, 1e-12)."""
-    counter = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
-    train(tiny_run("gpt", tmp_path / "whole", **counter, **LONG))
-    part = tmp_path / "part"
-    settings = counter | LONG | {"resume": "auto"}
-    run_jobs([tiny_run("gpt", part, parallel__tp_size=2, trainer__stop_after_steps=2, **settings)], 2)
-    capfd.readouterr()
-    train(tiny_run("gpt", part, trainer__stop_after_steps=4, **settings))
-    line = "layout: changed from the checkpoint's 1 data x 2 tensor to 1 data x 1 tensor\n"
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_run_resumes_at_any_other_layout(tmp_path, capfd, dtype) -> None:
+    """Stopped after every step and resumed at another layout, it ends as a run in one process does."""
+    settings = LONG | {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
+    settings |= {"model__hidden_size": 96, "model__vocab_multiple": 96, "precision__dtype": dtype}  # for three ranks
+    settings |= {"trainer__max_steps": 7, "micro_batch_size": 2, "optimizer__weight_decay": 0.1}
+    train(tiny_run("gpt", tmp_path / "whole", **settings))
+    layouts = [
+        {"tp_size": 2},
+        {"dp_size": 2, "zero1": True},
+        {"tp_size": 2, "dp_size": 2, "zero1": True},
+        {"pp_size": 2},
+        {"tp_size": 2, "pp_size": 2},
+        {"tp_size": 3, "pad_heads": True},
+        {},
+    ]
+    for step, layout in enumerate(layouts, start=1):
+        sizes = {"tp_size": 1, "dp_size": 1} | layout
+        run = tiny_run(
+            "gpt", tmp_path / "moved", parallel=sizes, trainer__stop_after_steps=step, resume="auto", **settings
+        )
+        capfd.readouterr()
+        run_jobs([run], math.prod(value for key, value in sizes.items() if key.endswith("_size")))
+        if layout == layouts[2]:
+            pieces = read_metadata(list_checkpoints(tmp_path / "moved" / "checkpoints")[-1])
+            assert {len(entry.pieces) for entry in pieces.tensors.values()} == {1, 2}  # pieces of tensor ranks only
+            assert len(pieces.files) == 4  # every rank wrote a file
+    line = "layout: changed from the checkpoint's 1 data x 3 tensor to 1 data x 1 tensor\n"
     assert line in capfd.readouterr().out
-    run_jobs([tiny_run("gpt", part, parallel__dp_size=2, **settings)], 2)
-    for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
-        assert abs(other["train/loss"] / row["train/loss"] - 1) < 1e-12
-    tensors, others = read_tensors(tmp_path / "whole"), read_tensors(part)
+    bound = 1e-12 if dtype == "fp64" else 2e-2
+    for row, other in zip(read_rows(tmp_path / "whole"), read_rows(tmp_path / "moved"), strict=True):
+        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
+    tensors, others = read_tensors(tmp_path / "whole"), read_tensors(tmp_path / "moved")
     for key, tensor in tensors.items():
-        if key.startswith("model/"):
-            torch.testing.assert_close(others[key], tensor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(others[key], tensor, rtol=0, atol=bound)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +270,7 @@ def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
 
 def test_an_interrupted_run_is_saved_also_where_its_last_step_would_not_be(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
-    assert pretrain(resolve(tiny_run("gpt", tmp_path, checkpoint__save_last=False))) == INTERRUPTED
+    assert train_here(tiny_run("gpt", tmp_path, checkpoint__save_last=False)) == INTERRUPTED
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
 
 
@@ -263,7 +280,7 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     monkeypatch.setattr(EpochShuffle, "__call__", lambda self, places: original(self, places + self.size))
     run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
-    assert pretrain(resolve(run)) == 2
+    assert train_here(run) == 2
     assert "the data digest must be" in capfd.readouterr().err
 
 

@@ -81,12 +81,6 @@ def test_a_loaded_loss_scale_is_taken_by_fp16_alone() -> None:
     assert found["bf16", 32.0] == found["bf16", None] == (updates + 1, 1.0, 3)
 
 
-def test_other_types_have_a_constant_loss_scale_of_one() -> None:
-    counters = DeviceCounters(PrecisionConfig("bf16"), (0.9, 0.999), torch.device("cpu"))
-    advance(counters, overflow=True)
-    assert counters.loss_scale == counters.read().loss_scale == 1.0
-
-
 def test_on_a_gpu_the_host_waits_for_the_copy_of_the_counters_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is a subclass of a CPU tensor; pinned memory and events are replaced by what records their use."""
     calls = []

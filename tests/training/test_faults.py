@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import warm
 from entry_points import REPOSITORY, TINY, environment, train
-from runs import assert_same_run, read_rows, run_jobs, tiny_run
+from runs import assert_same_run, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
@@ -17,16 +17,11 @@ from lmscale.training import pretrain as pretrain_module
 from lmscale.training.callbacks.diagnosis import first_cause
 from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.module import PretrainModule
-from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 EVERY_STEP = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}
-
-
-def train_here(run) -> int:
-    return pretrain(resolve(run))
 
 
 def damage(path: Path, how: str) -> None:

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 from composed import composed as values_of
 from omegaconf import OmegaConf
-from runs import REPOSITORY, read_record, read_rows, run_jobs, tiny_run
+from runs import REPOSITORY, read_record, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.config.pretrain import RunConfig
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 from lmscale.training.step.learning_rate import learning_rate_of_update
 
 TINY = ("model.num_layers=2", "model.hidden_size=24", "model.max_position_embeddings=33", "model.vocab_multiple=64")
@@ -64,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
         back = "null" if value is None else value
         runs.append(composed(folder / f"{word}_without_{point}", f"fidelity={word}", model, f"{point}={back}"))
     for run in runs:
-        pretrain(resolve(run))
+        train_here(run)
     return folder
 
 
@@ -117,7 +115,7 @@ def test_shared_seeds_give_every_data_rank_the_dropout_of_the_first(tmp_path: Pa
     settings |= {"trainer__max_steps": 1, "checkpoint__save_last": False}
     two = settings | {"parallel__dp_size": 2, "global_batch_size": 8}
     run_jobs([tiny_run("gpt", tmp_path / seeds, dropout_seeds=seeds, **two) for seeds in ("shared", "unique")], 2)
-    pretrain(resolve(tiny_run("gpt", tmp_path / "alone", global_batch_size=4, **settings)))
+    train_here(tiny_run("gpt", tmp_path / "alone", global_batch_size=4, **settings))
     (alone,), (shared,), (unique,) = (curve(tmp_path / name) for name in ("alone", "shared", "unique"))
     assert shared == pytest.approx(alone, rel=1e-12)
     assert abs(unique[0] / alone[0] - 1) > 1e-6 and abs(unique[1] / alone[1] - 1) > 1e-6

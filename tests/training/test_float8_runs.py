@@ -8,7 +8,6 @@ from lmscale.config.finetune import FinetuneConfig
 from lmscale.config.generate import GenerateConfig
 from lmscale.config.training import PrecisionConfig
 from lmscale.config.zero_shot import WikiText103Config, ZeroShotConfig
-from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.training.kernel_choice import check_float8
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
@@ -70,8 +69,3 @@ def test_only_pretraining_accepts_float8() -> None:
     values = composed("finetune", "task=mnli", "ckpt=x", "precision=fp8", "optimizer.lr=1e-4", complete=False)
     with pytest.raises(ValueError, match=refusal):
         FinetuneConfig.from_dict(values | {"run_dir": "y"})
-
-
-def test_the_float8_peak_is_known_for_devices_that_support_it() -> None:
-    assert dense_peak_flops_per_s("NVIDIA H200", "fp8") == 1978.9e12
-    assert dense_peak_flops_per_s("NVIDIA A100-SXM4-80GB", "fp8") is None

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import read_rows, tiny_run
+from runs import assert_same_run, read_rows, tiny_run, train_here
 
 from lmscale.kernels import apex_problem
 from lmscale.models.attention_backend import preferred_backend
@@ -21,7 +21,7 @@ def test_a_gpu_run_matches_the_cpu_in_fp64(tmp_path, architecture) -> None:
     dropout = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1, "model__attention": "exact"}
     for accelerator in ("cpu", "gpu"):
         run = tiny_run(architecture, tmp_path / accelerator, trainer__accelerator=accelerator, **dropout)
-        pretrain(resolve(run))
+        train_here(run)
     for row, other in zip(read_rows(tmp_path / "cpu"), read_rows(tmp_path / "gpu"), strict=True):
         assert other["train/loss"] == pytest.approx(row["train/loss"], rel=1e-10)
         assert other["grad_norm"] == pytest.approx(row["grad_norm"], rel=1e-9)
@@ -38,10 +38,10 @@ def test_half_precision_learns_on_a_gpu_and_resumes_bitwise(tmp_path, dtype) -> 
         "model__hidden_dropout": 0.1,
         "model__attention_dropout": 0.1,
     }
-    pretrain(resolve(tiny_run("gpt", tmp_path / "whole", **settings)))
+    train_here(tiny_run("gpt", tmp_path / "whole", **settings))
     for stop in (7, None):
         run = tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings)
-        pretrain(resolve(run))
+        train_here(run)
     whole, parts = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("whole", "parts"))
     assert whole == parts
     assert whole[-1] < whole[0] - 0.05
@@ -69,7 +69,7 @@ def test_compiled_layers_and_cuda_graphs_match_eager_layers(tmp_path, architectu
 @pytest.mark.parametrize("compile_", [False, True])
 def test_float8_matches_bf16_on_a_gpu(tmp_path, compile_) -> None:
     for dtype in ("bf16", "fp8"):
-        pretrain(resolve(tiny_run("gpt", tmp_path / dtype, precision__dtype=dtype, compile=compile_, **HALF)))
+        train_here(tiny_run("gpt", tmp_path / dtype, precision__dtype=dtype, compile=compile_, **HALF))
     bf16, fp8 = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("bf16", "fp8"))
     assert fp8 == pytest.approx(bf16, rel=5e-3) and fp8 != bf16
 
@@ -77,7 +77,7 @@ def test_float8_matches_bf16_on_a_gpu(tmp_path, compile_) -> None:
 @pytest.mark.skipif(apex_problem() is not None, reason="needs NVIDIA's apex")
 def test_apex_matches_torch_on_a_gpu(tmp_path) -> None:
     for kernels in ("torch", "apex"):
-        pretrain(resolve(tiny_run("gpt", tmp_path / kernels, precision__dtype="bf16", kernels=kernels, **HALF)))
+        train_here(tiny_run("gpt", tmp_path / kernels, precision__dtype="bf16", kernels=kernels, **HALF))
     torch_, apex = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("torch", "apex"))
     assert apex == pytest.approx(torch_, rel=5e-3)
 
@@ -93,3 +93,31 @@ def test_a_compiled_layer_calls_the_backend_of_model_attention(attention) -> Non
             layer(torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True), None, None).sum().backward()
     called = {event.key for event in profiler.key_averages()}
     assert f"aten::_scaled_dot_product_{attention}_attention" in called
+
+
+# Recomputation must repeat the dropout of the forward pass, and a resumed run must draw the same dropout as an
+# uninterrupted one. A compiled graph with its own generator passes the first check and fails the second.
+@pytest.mark.parametrize("compile_", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_recomputed_run_with_attention_dropout_resumes_bitwise(tmp_path, recompute, compile_) -> None:
+    settings = {
+        "trainer__accelerator": "gpu",
+        "trainer__max_steps": 6,
+        "precision__dtype": "bf16",
+        "deterministic": True,
+        "model__hidden_size": 64,
+        "model__recompute": recompute,
+        "model__hidden_dropout": 0.1,
+        "model__attention_dropout": 0.3,
+        "data__seq_length": 32,
+        "compile": compile_,
+    }
+    train_here(tiny_run("gpt", tmp_path / "whole", **settings))
+    for stop in (3, None):
+        torch.compiler.reset()  # compile again for each part, as after a real restart
+        run = tiny_run("gpt", tmp_path / "parts", trainer__stop_after_steps=stop, resume="auto", **settings)
+        job = resolve(run)
+        assert job.kernels.compiles == compile_
+        pretrain(job)
+    assert len(read_rows(tmp_path / "whole")) >= 6
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")

@@ -97,11 +97,13 @@ def test_the_launcher_blames_the_killed_rank(tmp_path) -> None:
     process = start(*LONG_RUN, "parallel.tp_size=2", f"hydra.run.dir={tmp_path}")
     try:
         wait_until(lambda: rows_on_disk(tmp_path) > 2, process)
-        os.kill(ranks_of(process)[1], signal.SIGKILL)
+        ranks = ranks_of(process)
+        os.kill(ranks[1], signal.SIGKILL)
         _, stderr = process.communicate(timeout=60)
     finally:
         end(process)
-    assert process.returncode == FAILED
+    assert process.returncode == FAILED and len(ranks) == 2
+    assert not [pid for pid in ranks if os.path.exists(f"/proc/{pid}")]
     of_rank, summary = stderr.splitlines()
     assert re.fullmatch(LINE_OF_RANK_0, of_rank + "\n"), stderr
     # Either rank may be the first that the launcher sees ended.

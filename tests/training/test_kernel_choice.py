@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from composed import composed_run as composed
-from runs import assert_same_run, read_record, tiny_run
+from runs import assert_same_run, read_record, tiny_run, train_here
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
@@ -20,7 +20,6 @@ from lmscale.training.agreement import agree_on_kernels
 from lmscale.training.checkpoints import resuming
 from lmscale.training.checkpoints.resuming import kept_metadata
 from lmscale.training.kernel_choice import choose_kernels, compiling_pays, keep_compile, resolve_attention
-from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 
 
@@ -87,7 +86,7 @@ def test_a_job_is_prepared_with_what_its_length_and_dropout_call_for(two_cores, 
 
 def test_a_run_records_what_auto_chose(tmp_path) -> None:
     auto = {"model__attention": "auto", "trainer__accelerator": "auto"}
-    pretrain(resolve(tiny_run("gpt", tmp_path, trainer__max_steps=1, **auto)))
+    train_here(tiny_run("gpt", tmp_path, trainer__max_steps=1, **auto))
     (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
     here = "gpu" if torch.cuda.is_available() else "cpu"
     assert read_metadata(checkpoint).run["trainer"]["accelerator"] == here
@@ -103,17 +102,17 @@ def test_a_run_records_what_auto_chose(tmp_path) -> None:
 
 def test_a_resumed_run_keeps_the_attention_of_its_checkpoint(tmp_path) -> None:
     settings = {"model__attention_dropout": 0.2, "resume": "auto"}
-    pretrain(resolve(tiny_run("gpt", tmp_path / "whole", model__attention="exact", **settings)))
+    train_here(tiny_run("gpt", tmp_path / "whole", model__attention="exact", **settings))
     for attention, stop in (("exact", 2), ("auto", None)):
         changes = {"model__attention": attention, "trainer__stop_after_steps": stop}
-        pretrain(resolve(tiny_run("gpt", tmp_path / "parts", **settings, **changes)))
+        train_here(tiny_run("gpt", tmp_path / "parts", **settings, **changes))
     assert read_record(tmp_path / "parts")["config"]["model"]["attention"] == "exact"
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path, monkeypatch) -> None:
     run = tiny_run("gpt", tmp_path, compile="auto", precision__dtype="fp32", resume="auto")
-    pretrain(resolve(run))
+    train_here(run)
     assert read_record(tmp_path)["config"]["compile"] is False
     (tmp_path / "record.json").unlink()
     monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", 0)  # as on fewer cores

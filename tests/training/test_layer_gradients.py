@@ -1,11 +1,9 @@
-"""Gradient norms per model part: they combine to the global norm and are equal at every layout."""
+"""Gradient norms per model part. test_layouts.py and test_layer_statistics.py compare those of runs."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
@@ -15,8 +13,6 @@ from lmscale.parallel.communicator import SingleRankCommunicator
 from lmscale.parallel.grad_norm import gradient_norms_of_parts
 from lmscale.training.callbacks.layer_gradients import layer_gradient_norms, part_of_model
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
-
-PARTS = ("embedding", "layer_0", "layer_1", "output")
 
 
 @pytest.mark.parametrize("order", ["pre", "post"])
@@ -43,24 +39,6 @@ def test_the_norms_exclude_clipping_and_the_loss_scale() -> None:
     for name, param in named.items():
         numel[part_of_model(name)] += param.numel()
     assert norms == pytest.approx({p: 0.5 / 8.0 * n**0.5 for p, n in numel.items()}, rel=1e-5)
-
-
-def test_every_layout_reports_the_same_norms(tmp_path) -> None:
-    """2 x 2 with sequence parallelism, also with ZeRO, against one process in fp64; only reported rows have them."""
-    settings = {"logger__layer_grad_norms": True, "logger__log_every_steps": 2, "micro_batch_size": 2}
-    cut = {"tp_size": 2, "dp_size": 2, "sequence_parallel": True}
-    lengths = {"data__seq_length": 32, "model__max_position_embeddings": 32}
-    layouts = {"cut": cut, "zero1": cut | {"zero1": True}}
-    run_jobs([tiny_run("bert", tmp_path / n, parallel=p, **settings, **lengths) for n, p in layouts.items()], 4)
-    run_jobs([tiny_run("bert", tmp_path / "one", **settings, **lengths)], 1)
-    rows, *others = (read_rows(tmp_path / name) for name in ("one", *layouts))
-    assert [row["step"] for row in rows] == [2, 3]
-    for row, *same in zip(rows, *others, strict=True):
-        norms = [row[f"grad_norm/{part}"] for part in PARTS]
-        assert len([key for key in row if key.startswith("grad_norm/")]) == len(PARTS)
-        assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12)
-        for other in same:
-            assert [other[f"grad_norm/{part}"] for part in PARTS] == pytest.approx(norms, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from runs import read_rows, run_jobs, tiny_run
+from runs import assert_equal_runs, read_rows, run_jobs, tiny_run
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
@@ -127,6 +127,10 @@ def test_a_run_writes_its_steps_once_and_trains_as_without(tmp_path: Path) -> No
     assert not (tmp_path / "without" / FILE).exists()
     rows, plain = read_rows(tmp_path / "one"), read_rows(tmp_path / "without")
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in plain]
+    assert_equal_runs(tmp_path / "without", tmp_path / "cut")
+    for row in rows:
+        norms = [row[f"grad_norm/{part}"] for part in ("embedding", "layer_0", "layer_1", "output")]
+        assert math.hypot(*norms) == pytest.approx(row["grad_norm"], rel=1e-12)
     lines, others = read_lines(tmp_path / "one"), read_lines(tmp_path / "cut")
     assert [line["step"] for line in lines] == [line["step"] for line in others] == [1, 3]
     for line, other in zip(lines, others, strict=True):

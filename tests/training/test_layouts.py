@@ -6,10 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import assert_equal_runs, read_rows, read_tensors, run_jobs, tiny_run
+from runs import ONE, assert_equal_runs, read_rows, read_tensors, run_layouts
 
-LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))  # (tp_size, dp_size)
+LAYOUTS = ((2, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 1))  # tensor, pipeline, data
+GRID = (2, 1, 2)
 BOUND = 1e-12
+# Dropout masks are independent of the layout: always for hidden dropout, for attention dropout with exact attention.
+DROPOUT = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
+POST = {"model__norm_order": "post"}
+SEQUENCE = {"parallel__sequence_parallel": True, "data__seq_length": 32}
+MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
+COMPLETEP = MUP | {"model__parametrization": "completep", "model__base_num_layers": 1}
+SCALED = {
+    f"{family}-{c['model__parametrization']}": (family, c) for family in ("gpt", "bert") for c in (MUP, COMPLETEP)
+}
+
 CASES = {
     f"{architecture}-{norm_order}-{variant}": (architecture, {"model__norm_order": norm_order} | changes)
     for architecture, norm_order in itertools.product(("gpt", "bert"), ("pre", "post"))
@@ -20,52 +31,39 @@ CASES = {
         "first-gradient": {"trainer__max_steps": 1, "optimizer__max_grad_norm": None},
     }.items()
 }
-CASES["gpt-pre-selective"] = ("gpt", {"model__recompute": "selective"})
-CASES["bert-post-selective"] = ("bert", {"model__norm_order": "post", "model__recompute": "selective"})
-CASES["gpt-pre-zero1"] = ("gpt", {"parallel__zero1": True, "micro_batch_size": 1})
-CASES["bert-post-zero1"] = ("bert", {"parallel__zero1": True, "model__norm_order": "post"})
-# Dropout masks are independent of the layout: always for hidden dropout, for attention dropout with exact attention.
-CASES["gpt-pre-dropout"] = (
-    "gpt",
-    {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"},
-)
-CASES["bert-post-dropout"] = (
-    "bert",
-    {
-        "model__norm_order": "post",
-        "model__hidden_dropout": 0.2,
-        "model__attention_dropout": 0.2,
-        "model__attention": "exact",
-        "micro_batch_size": 2,
-    },
-)
-MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
-COMPLETEP = MUP | {"model__parametrization": "completep", "model__base_num_layers": 1}
-SCALED = {
-    f"{family}-{c['model__parametrization']}": (family, c) for family in ("gpt", "bert") for c in (MUP, COMPLETEP)
+CASES |= SCALED | {
+    "gpt-pre-selective": ("gpt", {"model__recompute": "selective"}),
+    "bert-post-selective": ("bert", POST | {"model__recompute": "selective"}),
+    "gpt-pre-zero1": ("gpt", {"parallel__zero1": True, "micro_batch_size": 1}),
+    "bert-post-zero1": ("bert", POST | {"parallel__zero1": True}),
+    "gpt-pre-dropout": ("gpt", DROPOUT),
+    "bert-post-dropout": ("bert", DROPOUT | POST | {"micro_batch_size": 2}),
+    "bert-means": ("bert", {"loss_reduction": "mean_of_means", "micro_batch_size": 2}),
+    "gpt-sequence": ("gpt", SEQUENCE | DROPOUT | {"micro_batch_size": 2}),
+    "gpt-sequence-post-full": ("gpt", SEQUENCE | POST | {"model__recompute": "full"}),
+    "bert-sequence-selective": ("bert", SEQUENCE | {"model__recompute": "selective"}),
+    "gpt-sequence-halves": ("gpt", SEQUENCE | DROPOUT | {"parallel__batch_halves": True}),
+    "bert-sequence-zero1": (
+        "bert",
+        SEQUENCE | DROPOUT | POST | {"parallel__zero1": True, "micro_batch_size": 2, "logger__layer_grad_norms": True},
+    ),
 }
-CASES |= SCALED
 # Switches with one family and norm order; the other combinations are slow tests, and ZeRO-1 has tests of its own.
 QUICK = {  # the layouts besides one process
-    "gpt-pre-plain": ((4, 1),),
-    "gpt-pre-accumulated": ((2, 2),),
-    "gpt-pre-dropout": ((2, 1), (1, 2), (2, 2)),
-    "bert-post-full-recompute": ((2, 1), (2, 2)),
-    "bert-post-first-gradient": ((1, 2), (4, 1)),
-    **dict.fromkeys(SCALED, ((2, 1), (4, 1))),
+    "gpt-pre-plain": ((4, 1, 1),),
+    "gpt-pre-accumulated": (GRID,),
+    "gpt-pre-dropout": (GRID,),
+    "bert-post-full-recompute": (GRID,),
+    "bert-post-first-gradient": ((1, 1, 2), (4, 1, 1)),
+    "bert-means": ((1, 1, 2),),
+    **dict.fromkeys(SCALED, ((4, 1, 1),)),
+    **dict.fromkeys((name for name in CASES if "sequence" in name), (GRID,)),
 }
 
 
-def train_all(cases: dict[str, Iterable[tuple[int, int]]], root: Path) -> Path:
-    """Train every case on one process and at its layouts; the ranks are started once per world size."""
-    for world_size in (1, 2, 4):
-        runs = [
-            tiny_run(architecture, root / name / f"{tp}x{dp}", parallel__tp_size=tp, parallel__dp_size=dp, **changes)
-            for name, (architecture, changes) in ((name, CASES[name]) for name in cases)
-            for tp, dp in ((1, 1), *cases[name])
-            if tp * dp == world_size
-        ]
-        run_jobs(runs, world_size)
+def train_all(cases: dict[str, Iterable[tuple[int, int, int]]], root: Path) -> Path:
+    """Train every case in one process and at its layouts."""
+    run_layouts((CASES[name][0], root / name, CASES[name][1], layouts) for name, layouts in cases.items())
     return root
 
 
@@ -78,51 +76,38 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def slow_folder(tmp_path_factory) -> Path:
     """All cases at all layouts, trained."""
-    return train_all(dict.fromkeys(CASES, LAYOUTS[1:]), tmp_path_factory.mktemp("slow_layouts"))
-
-
-def folder_of(request: pytest.FixtureRequest, case: str, layout: tuple[int, int] = (1, 1)) -> Path:
-    """The runs of a case, which are trained with the other quick ones or with the slow ones."""
-    is_quick = case in QUICK and layout in ((1, 1), *QUICK[case])
-    return request.getfixturevalue("folder" if is_quick else "slow_folder") / case
-
-
-def relative(a: float, b: float) -> float:
-    """|a - b| / |b|"""
-    return abs(a - b) / abs(b)
+    return train_all(dict.fromkeys(CASES, LAYOUTS), tmp_path_factory.mktemp("slow_layouts"))
 
 
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
         pytest.param(case, layout, marks=[pytest.mark.slow] * (layout not in QUICK.get(case, ())))
-        for case, layout in itertools.product(CASES, LAYOUTS[1:])
+        for case, layout in itertools.product(CASES, LAYOUTS)
     ],
 )
 def test_a_run_does_not_depend_on_the_layout(request, case, layout) -> None:
-    folder = folder_of(request, case, layout)
+    folder = request.getfixturevalue("folder" if layout in QUICK.get(case, ()) else "slow_folder") / case
     # After one step the first moment is 0.1 times the gradient.
     moments = 1.0 if "first-gradient" in case else 10.0
-    assert_equal_runs(folder / "1x1", folder / f"{layout[0]}x{layout[1]}", BOUND, moments)
+    assert_equal_runs(folder / ONE, folder / "{}x{}x{}".format(*layout), BOUND, moments)
 
 
-@pytest.mark.parametrize("architecture", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
-def test_micro_batches_do_not_change_the_run(request, architecture) -> None:
-    cases = (f"{architecture}-pre-{variant}" for variant in ("plain", "accumulated"))
-    plain, accumulated = (read_rows(folder_of(request, case) / "1x1") for case in cases)
+def test_micro_batches_do_not_change_the_run(folder) -> None:
+    plain, accumulated = (read_rows(folder / f"gpt-pre-{variant}" / ONE) for variant in ("plain", "accumulated"))
     for row, other in zip(plain, accumulated, strict=True):
-        assert relative(other["train/loss"], row["train/loss"]) < BOUND
-        assert relative(other["grad_norm"], row["grad_norm"]) < BOUND
+        for column in ("train/loss", "grad_norm"):
+            assert other[column] == pytest.approx(row[column], rel=BOUND)
 
 
 def test_the_cases_give_different_runs(folder) -> None:
     """Equality over layouts means little if the switches have no effect."""
     cases = ("gpt-pre-plain", "gpt-pre-dropout", "bert-post-full-recompute")
-    losses = {case: read_rows(folder / case / "1x1")[-1]["train/loss"] for case in cases}
+    losses = {case: read_rows(folder / case / ONE)[-1]["train/loss"] for case in cases}
     assert len({round(loss, 6) for loss in losses.values()}) == len(losses), losses
 
 
 def test_every_parameter_is_updated(folder) -> None:
-    tensors = read_tensors(folder / "bert-post-full-recompute" / "1x1")
+    tensors = read_tensors(folder / "bert-post-full-recompute" / ONE)
     still = [key for key, tensor in tensors.items() if key.startswith("exp_avg/") and not torch.any(tensor)]
     assert still == []

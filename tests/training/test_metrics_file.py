@@ -34,6 +34,7 @@ def test_validation_is_added_to_the_row_of_its_step(tmp_path) -> None:
     write(logger, range(1, 3))
     logger.log_metrics({"val/loss": 5.0, "val/perplexity": 148.4}, 2)
     write(logger, range(3, 4))
+    logger.log_metrics({"val/loss": 4.0}, 4)  # of a step that has no row
     assert [row["val/loss"] for row in rows(logger.path)] == ["", "5.0", ""]
 
 

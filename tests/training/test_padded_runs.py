@@ -6,61 +6,48 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from runs import assert_equal_runs, read_rows, read_tensors, run_jobs, tiny_run
+from runs import ONE, assert_equal_runs, read_tensors, run_jobs, run_layouts, tiny_run
 
 from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
 from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import Layout
-from lmscale.config.pretrain import RunConfig
 from lmscale.evaluation.loading import load_model
 from lmscale.parallel import ParallelContext
 from lmscale.training.announcement import describe_options
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 
 BOUND = 1e-12
 DROPPING = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
 FOUR_HEADS = {"model__hidden_size": 96, "model__vocab_multiple": 96}  # 2, 2 and 0 of them on three ranks
 THREE_HEADS = {"model__num_attention_heads": 3}  # 2 and 1 on two ranks
-CASES = {  # the family, what it changes, tp_size and dp_size
-    "gpt": ("gpt", FOUR_HEADS | DROPPING | {"optimizer__weight_decay": 0.1, "micro_batch_size": 2}, (3, 1)),
+PADS = {"parallel__pad_heads": True}
+CASES = {  # the family, what it changes, tp_size, pp_size and dp_size
+    "gpt": ("gpt", FOUR_HEADS | DROPPING | {"optimizer__weight_decay": 0.1, "micro_batch_size": 2}, (3, 1, 1)),
     "bert sequence": (
         "bert",
         FOUR_HEADS | DROPPING | {"parallel__sequence_parallel": True, "model__recompute": "full"},
-        (3, 1),
+        (3, 1, 1),
     ),
-    "gpt zero1": ("gpt", THREE_HEADS | {"parallel__zero1": True, "model__recompute": "selective"}, (2, 2)),
+    "gpt zero1": ("gpt", THREE_HEADS | {"parallel__zero1": True, "model__recompute": "selective"}, (2, 1, 2)),
 }
-
-
-def make_run(folder: Path, family: str, changes: dict, layout: tuple[int, int], **more) -> RunConfig:
-    sizes = dict(zip(("parallel__tp_size", "parallel__dp_size"), layout, strict=True))
-    return tiny_run(family, folder, parallel__pad_heads=True, **changes, **sizes, **more)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """Every case on one process and on its ranks."""
     root = tmp_path_factory.mktemp("padded")
-    runs: dict[int, list[RunConfig]] = {}
-    for name, (family, changes, layout) in CASES.items():
-        for each in ((1, 1), layout):
-            folder = root / name / ("one" if each == (1, 1) else "padded")
-            runs.setdefault(each[0] * each[1], []).append(make_run(folder, family, changes, each))
-    for world_size, those in runs.items():
-        run_jobs(those, world_size)
+    run_layouts((family, root / name, PADS | changes, [layout]) for name, (family, changes, layout) in CASES.items())
     return root
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_norms_weights_and_moments_equal_those_of_one_process(root: Path, case: str) -> None:
-    assert_equal_runs(root / case / "one", root / case / "padded", BOUND)
+    assert_equal_runs(root / case / ONE, root / case / "{}x{}x{}".format(*CASES[case][2]), BOUND)
 
 
 def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
-    path = list_checkpoints(root / "gpt" / "padded" / "checkpoints")[-1]
+    path = list_checkpoints(root / "gpt" / "3x1x1" / "checkpoints")[-1]
     metadata, plain = (
-        read_metadata(list_checkpoints(root / "gpt" / name / "checkpoints")[-1]) for name in ("padded", "one")
+        read_metadata(list_checkpoints(root / "gpt" / name / "checkpoints")[-1]) for name in ("3x1x1", ONE)
     )
     assert find_damage(path, metadata) is None and metadata.layout == Layout(tp_size=3).sizes
     assert metadata.model == plain.model
@@ -73,24 +60,9 @@ def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
     }
     heads = [(0, 144), (144, 288)]  # 2 heads of Q, K and V with 24 each; the third rank writes nothing
     assert cuts == {"qkv.weight": heads, "qkv.bias": heads, "output.weight": [(0, 48), (48, 96)]}
-    uneven = read_metadata(list_checkpoints(root / "gpt zero1" / "padded" / "checkpoints")[-1])
+    uneven = read_metadata(list_checkpoints(root / "gpt zero1" / "2x1x2" / "checkpoints")[-1])
     pieces = uneven.tensors[f"model/{attention}qkv.weight"].pieces
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 48), (48, 72)]  # 2 heads of 8 and 1
-
-
-@pytest.mark.parametrize("dtype", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_run_resumes_with_and_without_padding(tmp_path: Path, dtype: str) -> None:
-    """One process, then padded at tp 3, then one process equal an uninterrupted run; in bf16 with masters."""
-    family, changes, layout = CASES["gpt"]
-    settings = changes | {"trainer__max_steps": 6, "precision__dtype": dtype, "resume": "auto"}
-    assert pretrain(resolve(make_run(tmp_path / "whole", family, settings, (1, 1)))) == 0
-    part = tmp_path / "part"
-    run_jobs([make_run(part, family, settings, (1, 1), trainer__stop_after_steps=2)], 1)
-    run_jobs([make_run(part, family, settings, layout, trainer__stop_after_steps=4)], 3)
-    assert pretrain(resolve(make_run(part, family, settings, (1, 1)))) == 0
-    bound = BOUND if dtype == "fp64" else 2e-2
-    for row, other in zip(read_rows(tmp_path / "whole"), read_rows(part), strict=True):
-        assert other["train/loss"] == pytest.approx(row["train/loss"], rel=bound)
 
 
 def _logits(rank: int, path: Path, tp_size: int) -> torch.Tensor:
@@ -100,7 +72,7 @@ def _logits(rank: int, path: Path, tp_size: int) -> torch.Tensor:
 
 
 def test_the_model_goes_to_hugging_face_and_back_bit_for_bit(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "gpt", FOUR_HEADS | {"precision__dtype": "fp32"}, (3, 1))
+    run = tiny_run("gpt", tmp_path / "run", parallel__tp_size=3, precision__dtype="fp32", **PADS, **FOUR_HEADS)
     run_jobs([run], 3)
     path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     back = import_hugging_face(export_hugging_face(path, tmp_path / "theirs"), tmp_path / "back", 1, 96)
@@ -114,17 +86,8 @@ def test_the_model_goes_to_hugging_face_and_back_bit_for_bit(tmp_path: Path) -> 
     assert (found - whole)[real].abs().max() < BOUND * whole[real].abs().max()
 
 
-def test_a_run_without_the_key_is_refused_and_told_of_it(tmp_path: Path) -> None:
-    message = (
-        r"`model.num_attention_heads` must be a multiple of `parallel.tp_size` \(3\), but is 4, which a run with "
-        r"`parallel.pad_heads=true` pads to 6; valid sizes: 1, 2, 4$"
-    )
-    with pytest.raises(ValueError, match=message):
-        tiny_run("gpt", tmp_path, parallel__tp_size=3, **FOUR_HEADS)
-
-
 @pytest.mark.parametrize(("tp_size", "line"), [(3, "6 computed for 4"), (2, "without effect: tp_size divides them")])
 def test_the_first_lines_say_what_is_padded(tmp_path: Path, tp_size: int, line: str) -> None:
-    run = make_run(tmp_path, "gpt", FOUR_HEADS, (1, 1))
+    run = tiny_run("gpt", tmp_path, **PADS, **FOUR_HEADS)
     layout = Layout(tp_size=tp_size, pad_heads=True)
     assert describe_options(run, run.model.resolve(100), layout) == f"options: padded heads ({line})\n"

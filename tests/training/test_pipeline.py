@@ -6,14 +6,13 @@ import math
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, read_rows, read_tensors, run_jobs, tiny_run
+from runs import ONE, assert_equal_runs, read_rows, run_jobs, run_layouts, tiny_run
 from safetensors import safe_open
 
 from lmscale.checkpoint import list_checkpoints
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
 from lmscale.config.model import ModelConfig
-from lmscale.config.pretrain import RunConfig
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
 from lmscale.training.module import PretrainModule
@@ -63,20 +62,14 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("pipeline")
 
 
-def of_layout(layout: tuple[int, int, int]) -> dict[str, int]:
-    return dict(zip(("parallel__tp_size", "parallel__pp_size", "parallel__dp_size"), layout, strict=True))
-
-
 def train_all(root: Path, cases: dict[tuple[int, int, int], dict[str, tuple[str, dict]]]) -> None:
-    """Train every case in one process and at its layout; the ranks are started once per world size."""
-    runs: dict[int, list[RunConfig]] = {}
-    for layout, name in ((layout, name) for layout, names in cases.items() for name in names):
-        architecture, changes = cases[layout][name]
-        for kind, sizes in (("one", {}), ("stages", of_layout(layout))):
-            run = tiny_run(architecture, root / name / kind, **{"model__num_layers": 5} | changes | sizes)
-            runs.setdefault(math.prod(sizes.values()), []).append(run)
-    for world_size, some in runs.items():
-        run_jobs(some, world_size)
+    """Train every case in one process and at its layout."""
+    several = {"model__num_layers": 5}
+    run_layouts(
+        (family, root / name, several | changes, [layout])
+        for layout, names in cases.items()
+        for name, (family, changes) in names.items()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +88,7 @@ def test_a_run_over_stages_equals_that_of_one_process(request, folder, layout, n
     else:
         train_all(folder, {layout: {name: SLOW[layout][name]}})
         root = folder / name
-    one, stages = root / "one", root / "stages"
+    one, stages = root / ONE, root / "{}x{}x{}".format(*layout)
     assert_equal_runs(one, stages, BOUND, moments=100.0)
     alone, of_each = (read_rows(path)[-1] for path in (one, stages))
     rates = [row["tflops_per_s_per_device"] / row["tokens_per_s"] for row in (alone, of_each)]
@@ -108,10 +101,8 @@ def test_a_run_over_stages_equals_that_of_one_process(request, folder, layout, n
             assert entry == pytest.approx(twin, rel=1e-9)
 
 
-def test_each_stage_writes_its_own_layers_and_the_tied_weight_is_written_once(folder) -> None:
-    root = folder / "files"
-    run_jobs([tiny_run("gpt", root, model__num_layers=5, **of_layout((1, 3, 1)))], 3)
-    path = list_checkpoints(root / "checkpoints")[-1]
+def test_each_stage_writes_its_own_layers_and_the_tied_weight_is_written_once(quick) -> None:
+    path = list_checkpoints(quick / "gpt-uneven" / "1x3x1" / "checkpoints")[-1]
     written = []
     for rank in range(3):
         with safe_open(path / f"rank_{rank}_of_3.safetensors", "pt") as file:
@@ -122,26 +113,6 @@ def test_each_stage_writes_its_own_layers_and_the_tied_weight_is_written_once(fo
         sorted(name.removeprefix("transformer.") for name in names if ".layers." not in name) for names in written
     ]
     assert outside == [["position_embedding", "word_embedding.weight"], [], ["final_norm.bias", "final_norm.weight"]]
-
-
-LAYOUTS = ((2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 1))
-
-
-@pytest.mark.parametrize("precision", ["fp64", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_a_run_goes_on_at_any_layout(folder, precision) -> None:
-    """Stopped after every step and resumed at the next layout, it ends as a run at one layout does."""
-    root = folder / f"resume-{precision}"
-    changes = {"model__num_layers": 4, "trainer__max_steps": 4, "micro_batch_size": 2, "precision__dtype": precision}
-    run_jobs([tiny_run("gpt", root / "one", **changes)], 1)
-    for step, layout in enumerate(LAYOUTS, start=1):
-        moved = changes | of_layout(layout) | {"trainer__stop_after_steps": step}
-        run = tiny_run("gpt", root / "moved", **moved, resume="auto")
-        run_jobs([run], layout[0] * layout[1], expected=0)
-    bound = 1e-12 if precision == "fp64" else 0.02
-    for row, other in zip(read_rows(root / "one"), read_rows(root / "moved"), strict=True):
-        assert abs(row["train/loss"] - other["train/loss"]) < bound * row["train/loss"]
-    tensors, others = read_tensors(root / "one"), read_tensors(root / "moved")
-    assert all((tensors[key] - others[key]).abs().max() < max(bound, 1e-12) for key in tensors)
 
 
 def test_stages_are_refused_where_there_are_none(tmp_path, monkeypatch) -> None:
@@ -176,12 +147,10 @@ def test_half_types_agree_over_the_stages(folder, precision) -> None:
     if precision == "fp16":
         changes |= {"precision": {"dtype": "fp16", "initial_loss_scale": 2.0**24, "hysteresis": 1}}
         changes.pop("precision__dtype")
-    for name, layout in (("one", (1, 1, 1)), ("stages", (1, 2, 1))):
-        run = tiny_run("gpt", root / name, **changes, **of_layout(layout))
-        run_jobs([run], layout[1])
-    rows = read_rows(root / "one")
+    run_layouts([("gpt", root, changes, [(1, 2, 1)])])
+    rows = read_rows(root / ONE)
     assert (precision == "fp16") == (0 < rows[-1]["num_skipped"] < 15)  # some steps overflow, others do not
-    for row, other in zip(rows, read_rows(root / "stages"), strict=True):
+    for row, other in zip(rows, read_rows(root / "1x2x1"), strict=True):
         assert row["num_skipped"] == other["num_skipped"]
         assert row["loss_scale"] == other["loss_scale"]
         assert abs(row["train/loss"] - other["train/loss"]) < 0.01 * row["train/loss"]

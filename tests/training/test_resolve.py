@@ -9,6 +9,7 @@ import pytest
 import torch
 from composed import CONF, composed_run
 from entry_points import slurm_task
+from lightning.pytorch.utilities import rank_zero_only
 from runs import tiny_run
 
 from lmscale.config import Layout, Recompute
@@ -165,6 +166,7 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
 )
 def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_path, variables, size, rank) -> None:
     monkeypatch.setattr(os, "environ", dict(variables))
+    monkeypatch.setattr(rank_zero_only, "rank", 0)  # the trainer sets it to its rank, for every later test
     trainer = new_trainer(Job(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=Layout()))
     found = trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.strategy.launcher
     assert found == (size, rank, rank, 0, None)

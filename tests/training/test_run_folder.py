@@ -8,15 +8,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from runs import tiny_run
+from runs import tiny_run, train_here
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
 from lmscale.training.announcement import describe_bounded_validation, describe_options, warn_of_costly_validation
 from lmscale.training.metrics_file import MetricsFile
-from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import resolve
 from lmscale.training.run_folder import METRICS, prepare_folder
 from lmscale.training.runtime.exit_codes import INTERRUPTED
 from lmscale.training.runtime.interruption import Interruption
@@ -83,7 +81,7 @@ def test_the_first_lines_say_whether_halves_hide_anything(tp_size: int, compiles
 
 @pytest.mark.parametrize("warmup_steps, announced", [(1, False), (2, True)])
 def test_a_warm_up_as_long_as_the_run_is_announced(tmp_path, capfd, warmup_steps: int, announced: bool) -> None:
-    assert pretrain(resolve(tiny_run("gpt", tmp_path, trainer__max_steps=2, schedule__warmup_steps=warmup_steps))) == 0
+    assert train_here(tiny_run("gpt", tmp_path, trainer__max_steps=2, schedule__warmup_steps=warmup_steps)) == 0
     note = f"note: schedule.warmup_steps ({warmup_steps}) is not below trainer.max_steps (2), so the learning rate"
     assert (note in capfd.readouterr().out) == announced
 
@@ -96,7 +94,7 @@ def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
 
     # The module; torch.distributed.rendezvous is a function.
     monkeypatch.setattr(sys.modules["torch.distributed.rendezvous"], "TCPStore", refuse)
-    assert pretrain(resolve(tiny_run("gpt", tmp_path))) == 0
+    assert train_here(tiny_run("gpt", tmp_path)) == 0
 
 
 def test_every_damaged_metrics_file_of_a_resumed_run_is_kept(tmp_path, capsys) -> None:
@@ -116,13 +114,13 @@ def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -
     """The record of its first part would say that it has ended, and the command that continues it was not printed."""
     run = tiny_run("gpt", tmp_path, trainer__max_steps=4, resume__path="auto")
     stopped = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, stop_after_steps=2))
-    assert pretrain(resolve(stopped)) == 0 and (tmp_path / "record.json").is_file()
+    assert train_here(stopped) == 0 and (tmp_path / "record.json").is_file()
     with monkeypatch.context() as patched:
         patched.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
-        assert pretrain(resolve(run)) == INTERRUPTED
+        assert train_here(run) == INTERRUPTED
     assert not (tmp_path / "record.json").exists()
     assert next_command.after_training({"run_dir": str(tmp_path)}).startswith("continue: ")
-    assert pretrain(resolve(run)) == 0
+    assert train_here(run) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["steps"] == [3, 4]
     saved = [read_metadata(path).state["train_time_s"] for path in list_checkpoints(tmp_path / "checkpoints")]

@@ -32,18 +32,6 @@ def test_both_formulas_give_the_published_rates(settings, peak, t, megatron_v1, 
     assert learning_rate(t, v1, peak) == pytest.approx(megatron_v1, rel=5e-5)
 
 
-def test_megatron_v1_reaches_the_minimum_rate_well_before_the_paper_formula() -> None:
-    assert learning_rate(253_123, ScheduleConfig(**GPT), 1.5e-4) == pytest.approx(1.84e-5, abs=5e-8)
-    v1 = ScheduleConfig(**GPT, formula="megatron_v1")
-    assert learning_rate(253_100, v1, 1.5e-4) > 1e-5
-    assert {learning_rate(t, v1, 1.5e-4) for t in (253_123, 270_000, 300_000, 400_000)} == {1e-5}
-
-
-def test_one_step_of_warmup_starts_at_zero() -> None:
-    schedule = ScheduleConfig("linear", warmup_steps=1, decay_steps=5)
-    assert [learning_rate(t, schedule, 0.4) for t in (0, 1, 3)] == [0.0, 0.4, 0.2]
-
-
 def test_the_rates_at_start_peak_and_end_are_exact() -> None:
     schedule = ScheduleConfig(**GPT)
     assert learning_rate(0, schedule, 1.5e-4) == 0.0

@@ -77,17 +77,6 @@ def test_gpt_8_3b_over_512_ranks_without_recomputation() -> None:
     assert report.num_bytes / 2**30 == pytest.approx(13.59, abs=0.005)
 
 
-def test_without_dropout_full_recomputation_skips_the_last_product_of_a_pre_norm_layer() -> None:
-    few, b, s = 3, 2, 1024
-    flops, counts = {}, {}
-    for dropout in (0.0, 0.1):
-        config = gpt_8_3b(few, recompute="full", hidden_dropout=dropout, attention_dropout=dropout)
-        report = trace_step(config, LAYOUT, b, s)
-        flops[dropout], counts[dropout] = LAYOUT.tp_size * report.flops, report.num_collectives
-    assert counts == {0.0: 5 * few + 2 + 3, 0.1: 6 * few + 2 + 3}
-    assert flops[0.1] - flops[0.0] == few * 2 * b * s * (4 * H) * H
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_planners_formula_counts_the_flops_of_the_model(recompute: str) -> None:
     config = gpt_8_3b(2, recompute=recompute, attention="exact")
