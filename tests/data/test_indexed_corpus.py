@@ -5,17 +5,21 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from corpora import local_config, prepare_texts, whole, write_dataset
 
+from lmscale.config import TransformerConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
+from lmscale.data.datamodule import TextDataModule
 from lmscale.data.gpt_dataset import ShuffledGPTDataset
 from lmscale.data.indexed_corpus import split_documents
 from lmscale.data.loading import References
 from lmscale.data.prepare import check_corpus, corpus_unigram_cross_entropy, prepare_corpus
 from lmscale.data.sampler import DATASET_SHIFT, RunSamples
+from lmscale.parallel import ParallelContext
 
 VOCAB = 290
 TEXTS = [f"Number {i} is here. It has {i * 7} words or so. The end of {i}." for i in range(60)]
@@ -138,6 +142,20 @@ def test_validation_takes_all_of_every_dataset_or_the_first_of_each_by_weight(fo
     assert some.scored[:, 2].tolist() == [0, 2**DATASET_SHIFT, 1, 2**DATASET_SHIFT + 1, 2]
     with pytest.raises(ValueError, match=rf"at most the validation part's {available[0]} sequences of 16 .*, but is"):
         samples_of(prepared, num_validation=2 * min(available) + 9)
+
+
+def test_a_blend_has_no_epochs_for_a_users_trainer(folder) -> None:
+    paths = {str(folder / "a_text_document"): 1, str(folder / "b_text_document"): 1}
+    config = DataConfig("indexed", 16, paths, split="8,2,0", cache_dir=str(folder / "cache"))
+    data = TextDataModule("gpt", data=config, tokenizer=OWN)
+    module = SimpleNamespace(config=TransformerConfig("gpt", 2, 32, 4, data.vocab_size, 16), micro_batch_size=2)
+    strategy = SimpleNamespace(parallel=ParallelContext())
+    data.trainer = SimpleNamespace(lightning_module=module, strategy=strategy, max_steps=-1, max_epochs=2)
+    with pytest.raises(ValueError, match="^`max_steps` must be set for a blend of datasets, .* but is -1$"):
+        data.setup("fit")
+    data.trainer.max_steps = 4
+    data.setup("fit")
+    assert data.steps_per_epoch == data.samples.num_steps == 4
 
 
 def test_the_corpus_hash_depends_on_datasets_weights_and_splits(folder) -> None:

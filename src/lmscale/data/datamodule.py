@@ -23,10 +23,10 @@ class PretrainDataModule(L.LightningDataModule):
 
     A batch is a dict of tensors. GPT: `tokens`, `labels` int64 [b, s]. BERT: also `token_types`, `attention_mask`
     [b, s] and `sop_labels` [b]. Both: `sample_numbers` int64 [b], counted over the whole run, and `sample_indices`
-    int64 [b], places in the dataset.
+    int64 [b], dataset x 2^40 + index.
 
     Args:
-        num_workers: loader processes of a rank.
+        num_workers: loader processes per rank.
         by_length: sort the sequences of a step on a rank by descending length, so that most micro-batches have no
             padding. Not for `mean_of_means`, which depends on how sequences are grouped into micro-batches.
 
@@ -80,7 +80,7 @@ class PretrainDataModule(L.LightningDataModule):
         return {"global_batch_size": self.samples.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Check that the steps of the checkpoint are ours.
+        """Check that a step of the checkpoint has as many sequences.
 
         Raises:
             ValueError: a step has a different number of sequences.
@@ -134,8 +134,8 @@ class TextDataModule(PretrainDataModule):
         """Divide the samples over the data ranks of the Trainer; validation has micro-batches of the module's size.
 
         Raises:
-            ValueError: a strategy without tensor ranks, samples or ids that the model does not take, a training without
-                end, whose order cannot be made, or a step that the micro-batches of the ranks do not divide.
+            ValueError: a strategy without tensor ranks, samples or ids that the model does not take, no limit of steps
+                or epochs, or a step that the micro-batches of the ranks do not divide.
         """
         trainer, model = self.trainer, self.trainer.lightning_module.config
         check_strategy(trainer)
@@ -153,6 +153,8 @@ class TextDataModule(PretrainDataModule):
         size = self.global_batch_size
         BatchConfig(micro, size, dp_size)  # checks that the ranks divide it
         (part, *others) = self.prepared.parts["train"]
+        if stage == "fit" and others and trainer.max_steps < 0:
+            raise ValueError("`max_steps` must be set for a blend of datasets, which has no epochs, but is -1")
         dataset = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
         epoch = max(1, len(dataset) // size) if not others else max(1, trainer.max_steps)
         steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)

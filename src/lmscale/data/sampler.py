@@ -113,8 +113,8 @@ class EpochShuffle:
 class GlobalBatchSampler:
     """Yield this data rank's slice of the global batch per optimizer step.
 
-    Sample number n of the run (step x global batch size + position in the batch) is sample `permutation_epoch[n % N]`
-    of epoch `n // N`: the order depends only on (seed, N, n), not on layout or micro-batch size. Rank r of W takes
+    Sample number n of the run (step x global batch size + position in the batch) is number n % N in the
+    order of epoch n // N: it depends only on (seed, N, n), not on layout or micro-batch size. Rank r of W takes
     positions [r B/W, (r + 1) B/W). No sample is dropped or repeated between epochs.
 
     Args:
@@ -159,7 +159,7 @@ class BlendedBatchSampler(GlobalBatchSampler):
     """The same for datasets that order their own samples, blended in fixed proportions.
 
     The blend determines the dataset of sample n, and the dataset determines which of its samples that is. A reference's
-    index is dataset x 2^40 + the sample's index. The epoch of the base class is the whole run.
+    index is dataset x 2^40 + the sample's index; `num_samples` is the length of the run.
 
     Args:
         datasets, blend: the datasets and how they alternate.
@@ -236,7 +236,8 @@ class RunSamples:
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
     def at_most(self, num_samples: int) -> int | None:
-        """The most validation sequences up to a bound of which every dataset has its share by weight; None: all."""
+        """The largest number of validation sequences up to `num_samples` of which each dataset has its share by
+        weight; None: all."""
         available = [len(samples) for samples in self.validation]
         if sum(available) <= num_samples:
             return None
@@ -250,11 +251,11 @@ class RunSamples:
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
         """The order of the training samples of one data rank."""
-        layout = self.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
+        place = self.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
         if self.corpus.shuffles_documents:
             size = self.num_steps * self.global_batch_size
-            return BlendedBatchSampler(size, *layout, datasets=self.train, blend=self.blend)
-        return GlobalBatchSampler(len(self.train[0]), *layout)
+            return BlendedBatchSampler(size, *place, datasets=self.train, blend=self.blend)
+        return GlobalBatchSampler(len(self.train[0]), *place)
 
 
 def make_dataset(
@@ -270,6 +271,6 @@ def make_dataset(
 
     Args:
         number: of the dataset in the blend.
-        num_samples: how many the run takes from it; None if the dataset does not shuffle them.
+        num_samples: how many the run takes from it, if it is shuffled; None: for scoring, in its own order.
     """
     return load(corpus.samples)(corpus, split, part, config, seed, number, num_samples)

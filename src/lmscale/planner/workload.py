@@ -1,4 +1,4 @@
-"""The training that is planned: with a `Layout`, what every count of the planner follows from."""
+"""A training without its layout; with a `Layout`, every count of the planner follows from it."""
 
 import dataclasses
 from dataclasses import dataclass

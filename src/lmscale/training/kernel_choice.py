@@ -105,7 +105,7 @@ def _has_compiler(on_gpu: bool = False) -> bool:
     usual = ("gcc", "clang") if on_gpu else ("clang++" if sys.platform == "darwin" else "g++",)
     named = os.environ.get("CC" if on_gpu else "CXX")
     found = any(map(shutil.which, usual if named is None else (named,)))
-    # A Debian Python's own scheme names a folder that has none.
+    # The default scheme of Debian's Python names a folder without Python.h.
     return found and (Path(sysconfig.get_path("include", "posix_prefix")) / "Python.h").is_file()
 
 

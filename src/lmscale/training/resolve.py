@@ -1,7 +1,7 @@
 """From the configuration of a pretraining to what its ranks run: every check, and every `auto` decided, once.
 
-Nothing after this file knows `auto`. What only the ranks can decide is in `agreement.py`. torch takes seconds to
-import, so this file imports what needs it only after the checks that do not, or on a machine that may have a GPU.
+What only the ranks can decide is in `agreement.py`. torch takes seconds to import, so this file imports what needs it
+only after the checks that do not, or on a machine that may have a GPU.
 """
 
 import importlib.util
