@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import shutil
 import signal
@@ -264,8 +265,10 @@ def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
     clock = mock.Mock(wraps=time, monotonic=itertools.count(step=30).__next__)
     monkeypatch.setattr(saving, "time", clock)
     changes = {"trainer__max_steps": 5, "checkpoint__save_every_minutes": 0.75, "checkpoint__save_last": False}
-    train(tiny_run("gpt", tmp_path, checkpoint__keep_last=None, **changes))
-    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_2.ckpt", "step_4.ckpt"]
+    train(tiny_run("gpt", tmp_path, checkpoint__keep_last=None, trainer__validate_every_steps=5, **changes))
+    paths = list_checkpoints(tmp_path / "checkpoints")
+    assert [path.name for path in paths] == ["step_2.ckpt", "step_4.ckpt"]
+    assert not any("validation" in read_metadata(path).state for path in paths)  # the last one was before step 1
 
 
 def test_an_interrupted_run_is_saved_also_where_its_last_step_would_not_be(tmp_path, monkeypatch) -> None:
@@ -328,6 +331,8 @@ def test_what_a_resume_keeps_against_the_given_keys_is_printed(finished, tmp_pat
     train(tiny_run("gpt", tmp_path, resume={"path": str(finished), "schedule": "keep"}, **keys))
     given = "kept from the checkpoint, not as given: optimizer.lr=0.001, optimizer.weight_decay=0.01\n"
     assert given in capfd.readouterr().out
+    optimizer = json.loads((tmp_path / "config.json").read_text())["optimizer"]
+    assert (optimizer["lr"], optimizer["weight_decay"]) == (0.001, 0.01)
 
 
 def test_auto_scores_the_sequences_of_the_checkpoint_however_long_the_run_becomes(tmp_path) -> None:
