@@ -5,16 +5,18 @@
     python analysis/norm_order/run.py --study second --list                     # the IDs of its cells, and which ran
     python analysis/norm_order/run.py --study second --only ID ...              # repeat committed cells and compare
 
-A cell is one run of `src/train.py` on one thread. It may be stopped at any time: without a record it starts afresh. The
+A cell is one run of `src/train.py` on one thread. It may be killed at any time: without a record it starts afresh. The
 records of a study are lines of one file in the folder `--records`, which `decide.py` evaluates.
 """
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,6 +51,7 @@ RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.g
 DATA = {"embedded": (), "race": (*RACE, "trainer.num_validation_samples=2048")}
 FAMILIES = {"bert": (), "gpt": ("model=gpt_tiny",)}
 DIVERGED = 3  # exit code of a run without finite gradients
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # Of a record's configuration; the first study's has no hash and no statistics.
 COMPARED = ("losses_sha256", "curve", "validation", "gradient_norms", "statistics", "corpus")
 
@@ -112,6 +115,7 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
         )
         _, status, usage = os.wait4(process.pid, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -119,6 +123,12 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
     if code not in (0, DIVERGED):
         raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
     return describe_cell(cell, more, run_dir, code == DIVERGED, usage)
+
+
+def _end_with_parent() -> None:
+    """Let Linux kill the run with this script: the next start deletes the folder that it would go on writing to."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe_cell(
