@@ -27,10 +27,10 @@ from analysis.demo.ngram import context_free_losses, kneser_ney_losses
 from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
 from analysis.running import run_python
 from lmscale.config.data import DataConfig, TokenizerConfig
+from lmscale.config.family import load
 from lmscale.config.from_dict import build
 from lmscale.data.bert_dataset import IGNORE_LABEL
 from lmscale.data.prepare import prepare_corpus, unigram_cross_entropy
-from lmscale.data.sampler import make_dataset
 from lmscale.data.tokenizer import END_OF_TEXT
 from lmscale.results import new_record, record_argument, write_record
 
@@ -68,7 +68,9 @@ def measure(model: str, run_dir: Path) -> dict[str, float]:
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     data, tokenizer = build(DataConfig, config["data"], "data."), TokenizerConfig(**config["tokenizer"])
     corpus = prepare_corpus(data, tokenizer, model, None)
-    train_part, held_out = (make_dataset(corpus, s, corpus.parts[s][0], data, 0) for s in ("train", "validation"))
+    train_part, held_out = (
+        load(corpus.samples)(corpus, s, corpus.parts[s][0], data, 0) for s in ("train", "validation")
+    )
     (part,) = corpus.parts["train"]
     start, end = train_part.dataset.document_starts(np.array([part.first, part.last])).tolist()
     text = train_part.dataset.tokens[start:end].astype(np.int64)

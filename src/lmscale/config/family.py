@@ -63,7 +63,8 @@ class Family:
         model: a class of `(config, context)` whose `transformer` is a `Transformer`.
         loss: a module with `TERMS` (by name, of what each loss is a mean), `loss_counts(batch)`,
             `loss_sums(model, batch, sample_keys)` and `token_logits(model, batch)`.
-        samples: a function of (prepared corpus, split, part, data config, seed, number, number of samples).
+        samples: a function of (prepared corpus, split, part, data config, seed, number=0, num_samples=None): `number`
+            is that of the dataset in its blend; `num_samples` is what the run takes from it if it is shuffled.
         corpus: the token files it trains on.
         is_causal: a position attends to itself and those before it, and the model predicts the next token.
         gelu: `tanh` or `erf`, if `model.gelu` is null.

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader
 
 from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
+from ..config.family import load
 from .loading import Loader, References, Samples, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
-from .sampler import RunSamples, make_dataset
+from .sampler import RunSamples
 
 
 class PretrainDataModule(L.LightningDataModule):
@@ -155,7 +156,7 @@ class TextDataModule(PretrainDataModule):
         (part, *others) = self.prepared.parts["train"]
         if stage == "fit" and others and trainer.max_steps < 0:
             raise ValueError("`max_steps` must be set for a blend of datasets, which has no epochs, but is -1")
-        dataset = make_dataset(self.prepared, "train", part, self.data, self.order_seed)
+        dataset = load(self.prepared.samples)(self.prepared, "train", part, self.data, self.order_seed)
         epoch = max(1, len(dataset) // size) if not others else max(1, trainer.max_steps)
         steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)
         samples = RunSamples(self.prepared, self.data, self.order_seed, size, steps, self.num_wanted)

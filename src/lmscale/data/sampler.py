@@ -3,14 +3,14 @@
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from ..config.data import DataConfig
 from ..config.family import load
 from .permutation import Permutation
-from .prepared import CorpusPart, PreparedCorpus
+from .prepared import PreparedCorpus
 
 DATASET_SHIFT = 40  # bits of a reference's index for the sample; the dataset's number is stored above them
 
@@ -208,13 +208,13 @@ class RunSamples:
         self.corpus, self.seed, self.global_batch_size, self.num_steps = corpus, seed, global_batch_size, num_steps
         parts = corpus.parts["train"], corpus.parts["validation"]
         self.blend, self.validation_blend = (Blend([part.weight for part in each]) for each in parts)
-        num_samples = self.blend.counts(num_steps * global_batch_size)
+        num_samples, make = self.blend.counts(num_steps * global_batch_size), load(corpus.samples)
         self.train = [
-            make_dataset(corpus, "train", part, config, seed, number, num_samples[number])
+            make(corpus, "train", part, config, seed, number, num_samples[number])
             for number, part in enumerate(parts[0])
         ]
         self.validation = [
-            make_dataset(corpus, "validation", part, config, seed, number) for number, part in enumerate(parts[1])
+            make(corpus, "validation", part, config, seed, number) for number, part in enumerate(parts[1])
         ]
         self.scored = self._order_validation(config.seq_length, num_validation_samples)
 
@@ -256,21 +256,3 @@ class RunSamples:
             size = self.num_steps * self.global_batch_size
             return BlendedBatchSampler(size, *place, datasets=self.train, blend=self.blend)
         return GlobalBatchSampler(len(self.train[0]), *place)
-
-
-def make_dataset(
-    corpus: PreparedCorpus,
-    split: str,
-    part: CorpusPart,
-    config: DataConfig,
-    seed: int,
-    number: int = 0,
-    num_samples: int | None = None,
-) -> Any:
-    """The samples of one dataset of a split, for the family that the corpus was prepared for.
-
-    Args:
-        number: of the dataset in the blend.
-        num_samples: how many the run takes from it, if it is shuffled; None: for scoring, in its own order.
-    """
-    return load(corpus.samples)(corpus, split, part, config, seed, number, num_samples)
