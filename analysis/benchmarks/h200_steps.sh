@@ -97,9 +97,9 @@ machine() {
     --record "$RESULTS/$name.json" && show "large bf16 products" "$name" gemm/peak "$PEAK"
 }
 
-gpu_tests() {  # four at a time: most of their time is compilation on the host
+gpu_tests() {  # eight at a time: most of their time is compilation on the host
   local name=${CARD}_gpu_tests xml=$LOGS/${CARD}_gpu_tests.xml
-  step "$name" 420 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 4)" -p no:cacheprovider -v -rs \
+  step "$name" 420 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 8)" -p no:cacheprovider -v -rs \
     --junitxml="$xml" tests/training/test_gpu.py || return
   [ -n "${DRY_RUN:-}" ] || has "$name" && return
   "$PYTHON" analysis/benchmarks/h200_rows.py tests "$xml" "$RESULTS/$name.json" ${REHEARSE:+--may-skip} || fail "$name" "the tests show nothing"
