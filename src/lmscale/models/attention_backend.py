@@ -1,6 +1,7 @@
 """Which of a GPU's fused attention kernels is fastest on a run's shapes, and how torch is told to take it."""
 
 import contextlib
+import os
 import statistics
 import time
 import warnings
@@ -35,6 +36,8 @@ def preferred_backend(attention: str) -> Iterator[None]:
     if attention not in BACKENDS:
         yield
         return
+    # At its first choice on Hopper torch 2.11 to 2.13 otherwise sets an order of its own, cuDNN's first, over this one.
+    os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     others = [backend for name, backend in BACKENDS.items() if name != attention]
     # The compiler's cache on disk does not know the order: without the tag it would return another backend's layer.
     tag = torch.compiler.config.patch(cache_key_tag=attention)
