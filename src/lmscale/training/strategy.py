@@ -94,8 +94,10 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         prepare_connections(self.num_nodes * self.num_processes)
         self._is_alone = self.num_nodes * self.num_processes == 1 and not dist.is_initialized()
         if self._is_alone:
-            backend, store = self._get_process_group_backend(), dist.HashStore()
-            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=self.collective_timeout)
+            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "timeout": self.collective_timeout}
+            if self.root_device.type == "cuda":  # as Lightning does for several; without it every barrier warns
+                options["device_id"] = self.root_device
+            dist.init_process_group(self._get_process_group_backend(), **options)
         super().setup_distributed()
 
     def setup_environment(self) -> None:
