@@ -104,7 +104,7 @@ def plan_of(
     """The plan of one step on the devices of a layout."""
     config = dataclasses.replace(model(name), recompute=Recompute(recompute))
     batch, s = micro_batch_size * num_micro_batches * layout.dp_size, config.max_position_embeddings
-    return Plan(Workload(config, micro_batch_size, batch, s, dtype, half_moments=half_moments), layout, cluster)
+    return Plan(Workload(config, micro_batch_size, batch, s, dtype, 1, half_moments, compiles=True), layout, cluster)
 
 
 def commands(*lists: str, card: str = "h200") -> list[list[str]]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from analysis.benchmarks import forecast
+from lmscale.planner.memory import GIB
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +39,19 @@ def test_a_row_that_was_run_is_put_beside_its_forecast(record, tmp_path) -> None
     (tmp_path / "h200_gpt_1.2b.json").write_text(json.dumps(run), encoding="utf-8")
     lines = forecast.compare(record, tmp_path).splitlines()
     assert len(lines) == 2 and lines[1].split()[:2] == ["gpt_1.2b", "ours/step"] and lines[1].endswith("1.100")
+
+
+def test_the_planned_memory_is_that_of_the_runs_on_an_h200_within_1_percent() -> None:
+    paths = {row: forecast.RECORDS / f"{row.record}.json" for row in forecast.rows("h200")}
+    measured = {
+        row: json.loads(path.read_text(encoding="utf-8"))["metrics"] for row, path in paths.items() if path.exists()
+    }
+    assert {row.name for row in measured} >= {
+        "gpt_1.2b/ours/",
+        "gpt_1.2b_train/train/",
+        "bert_336m/ours/",
+        "fp8_alone/ours/",
+    }
+    for row, metrics in measured.items():
+        peak = metrics[f"{row.prefix}memory_peak"]["value"] * GIB
+        assert row.plan.needed_bytes == pytest.approx(peak, rel=0.01), row.name

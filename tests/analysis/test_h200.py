@@ -246,8 +246,8 @@ def test_what_does_not_fit_the_machines_card_is_left_out_with_its_bytes(tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("== ")]
     assert [line for line in lines if "left out" in line] == [
-        "h100_gpt_8.3b_20_steps: left out, needs 112.1 GiB, and the h100 has 79.1",
-        "h100_fp8: left out, needs 116.8 GiB, and the h100 has 79.1",
+        "h100_gpt_8.3b_20_steps: left out, needs 111.9 GiB, and the h100 has 79.1",
+        "h100_fp8: left out, needs 111.7 GiB, and the h100 has 79.1",
     ]
     assert {path.name for path in (tmp_path / "results").iterdir()} == {"h100_fp8_alone.json", "h100_bf16_alone.json"}
 

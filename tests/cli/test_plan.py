@@ -157,7 +157,8 @@ def test_float8_shortens_the_layers_products_and_needs_a_device_that_supports_it
     bf16, fp8 = (planned("model=gpt_2.5b", "cluster=h200", f"precision={dtype}") for dtype in ("bf16", "fp8"))
     ratio = fp8["step_time_s"]["matmul"] / bf16["step_time_s"]["matmul"]
     assert 0.5 < ratio < 0.7  # attention and the logits stay in bf16
-    assert fp8["rank_memory_bytes"] == bf16["rank_memory_bytes"]
+    layers = [one["rank_memory_bytes"]["none"]["activations"] for one in (fp8, bf16)]
+    assert 0.6 < layers[0] / layers[1] < 0.7  # the outputs of LayerNorm and GELU are computed again
     assert fp8["layout"] == bf16["layout"] | {"dtype": "fp8"}
     refused = refusal("model=gpt_2.5b", "cluster=dgx_a100", "precision=fp8")
     assert "`precision.dtype` must be one of fp64, fp32, bf16, fp16 on dgx_a100" in refused

@@ -1,4 +1,5 @@
-"""Bytes that each generated kernel of a compiled layer, or of the embedding, loads and stores, as JSON, without a GPU.
+"""Bytes that each generated kernel of a compiled layer, or of the embedding, loads and stores, and those of the
+activations that the forward pass keeps, as JSON, without a GPU.
 
 Runs in its own process: `python layer_bytes.py GUARD '{"hidden_size": 1536, "heads": 16, "s": 1024, "b": 16}'`.
 Inductor counts every tensor that a kernel reads or writes once, however often the kernel comes back to it.
@@ -15,7 +16,7 @@ import fake_gpu
 
 
 def main(guard: str, case: dict) -> None:
-    """Compile forward and backward pass and print each launch with its bytes; None: not Inductor's own."""
+    """Compile forward and backward pass and print each launch with its bytes (None: not Inductor's own)."""
     fake_gpu.install(Path(guard))
     import torch
     import torch._inductor.config as inductor_config
@@ -40,17 +41,28 @@ def main(guard: str, case: dict) -> None:
         transformer = build_model(config, context, seed=None, **like, kernels=kernels).transformer
         x, other = (torch.empty(b, s // tp_size if cut else s, h, requires_grad=True, **like) for _ in range(2))
         keys = torch.empty(3, b, device="cuda", dtype=torch.int32)
-        if case.get("part") == "embedding":
-            y = transformer._combine(x, other if config.family == "bert" else None, keys[0], None)
-        else:
-            y = transformer.layers[0](x, None, keys)
+        kept: dict[tuple, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape not in weights:  # Q, K and V are views of one tensor
+                storage = tensor.untyped_storage()
+                whole = storage.nbytes() > tensor.nbytes
+                kept[storage.nbytes() if whole else storage._cdata, whole] = storage.nbytes()
+            return tensor
+
+        weights = {shape for w in transformer.layers[0].parameters() for shape in (w.shape, w.shape[::-1])}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if case.get("part") == "embedding":
+                y = transformer._combine(x, other if config.family == "bert" else None, keys[0], None)
+            else:
+                y = transformer.layers[0](x, None, keys)
         y.backward(torch.empty_like(y))
     graphs = []
     for source in sources:
         found = {name: re.search(r"'kernel_num_gb': ([\d.e+-]+)", text) for name, text in kernels_in(source).items()}
         num_bytes = {name: round(float(match.group(1)) * 1e9) for name, match in found.items() if match}
         graphs.append([[call, num_bytes.get(call)] for call in calls_in(source)])
-    print(json.dumps(graphs))
+    print(json.dumps({"graphs": graphs, "kept": sum(kept.values())}))
 
 
 def accesses_by_argument(buf_accesses: Callable) -> Callable:

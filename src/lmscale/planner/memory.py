@@ -97,6 +97,10 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     b s h at p = 1. Exact attention keeps besides, for each of the b n s^2 / p scores, the softmax (fp32 at least), and
     with dropout mask and result. Sequence parallelism cuts the replicated tensors of a layer over p too.
 
+    A compiled layer of a GPU keeps one of the two masks and hashes the other again, and of exact attention the softmax
+    alone. In float8 it keeps both masks, but computes the outputs of LayerNorm and GELU again, and with sequence
+    parallelism those of LayerNorm in every type: counted from generated code, `tests/cuda/test_layer_bytes.py`.
+
     SDPA keeps no scores if its kernel is a flash kernel. On a CPU there is none with attention dropout: softmax, noise
     and product stay, in fp32 at least.
 
@@ -166,9 +170,14 @@ def _loss_bytes(job: Workload, layout: Layout) -> int:
     return total + max(piece * (e + wide), piece * e + weight * e)
 
 
+def _is_compiled(job: Workload, dtype: str | None = None) -> bool:
+    """Whether Inductor chooses what a layer keeps on a GPU, with `dtype` only for that type."""
+    return job.on_gpu and job.compiles and dtype in (None, job.dtype)
+
+
 def _mlp_bytes(job: Workload, layout: Layout) -> int:
     """Input and output of the GELU that a layer keeps; with selective recomputation only the input."""
-    number = 1 if job.config.recompute is Recompute.SELECTIVE else 2
+    number = 1 if job.config.recompute is Recompute.SELECTIVE or _is_compiled(job, "fp8") else 2
     return number * job.config.ffn_size * job.tokens * job.weight_bytes // layout.tp_size
 
 
@@ -176,13 +185,17 @@ def _layer_bytes(job: Workload, layout: Layout) -> int:
     """Activations that one layer keeps without full recomputation."""
     config, e, own = job.config, job.weight_bytes, job.own_tokens(layout) * job.config.hidden_size
     num_norms, width = config.placement.num_layer_norms, config.padded_width(layout.tp_size)
-    num_bytes = (2 + num_norms) * own * e + 4 * width * job.tokens * e // layout.tp_size + _mlp_bytes(job, layout)
+    norms_again = _is_compiled(job, "fp8") or (_is_compiled(job) and layout.cuts_sequence)
+    num_inputs = (0 if config.placement.before else 1) if norms_again else 2  # of QKV and MLP, beside the LayerNorms'
+    num_bytes = (num_norms + num_inputs) * own * e
+    num_bytes += 4 * width * job.tokens * e // layout.tp_size + _mlp_bytes(job, layout)
     if e < FP32_BYTES and not job.on_gpu:
         num_bytes += num_norms * own * (FP32_BYTES - e)
     if config.qk_norm:  # of Q and K as the projection gave them
         num_bytes += 2 * width * job.tokens * (e if job.on_gpu else job.wide_bytes) // layout.tp_size
     if config.hidden_dropout > 0:
-        num_bytes += 2 * own  # masks, one byte per element
+        num_masks = 1 if _is_compiled(job) and job.dtype != "fp8" else 2
+        num_bytes += num_masks * own  # one byte per element
     return num_bytes + (0 if config.recompute is Recompute.SELECTIVE else _core_bytes(job, layout))
 
 
@@ -200,6 +213,8 @@ def _core_bytes(job: Workload, layout: Layout) -> int:
     if config.attention != "exact":  # half types are widened, Q, K, V too
         widened = 3 * job.tokens * config.padded_width(layout.tp_size) * (wide - e)
         return (scores * 3 * wide + widened) // layout.tp_size
+    if _is_compiled(job):
+        return scores * wide // layout.tp_size
     if config.attention_dropout > 0:
         return scores * (wide + 1 + e) // layout.tp_size
     return scores * (wide if e == wide else wide + e) // layout.tp_size
