@@ -147,7 +147,7 @@ against() {  # peer, least ratio of times, further keys
     show "gpt_355m against $peer" "$name" "$peer/ratio_paired" "$least"
 }
 
-float8_speed() {  # both models are on the GPU at once: 70 GiB each with 8 sequences, by the planner
+float8_speed() {  # both models are on the GPU at once
   compare "${CARD}_fp8" 520 model=gpt_2.5b precision=fp8 'peers=[ours_bf16]' micro_batch_size=4 &&
     show "gpt_2.5b, fp8 against bf16" "${CARD}_fp8" ours_bf16/ratio_paired 1.2
 }

@@ -41,17 +41,14 @@ def test_a_row_that_was_run_is_put_beside_its_forecast(record, tmp_path) -> None
     assert len(lines) == 2 and lines[1].split()[:2] == ["gpt_1.2b", "ours/step"] and lines[1].endswith("1.100")
 
 
-def test_the_planned_memory_is_that_of_the_runs_on_an_h200_within_1_percent() -> None:
-    paths = {row: forecast.RECORDS / f"{row.record}.json" for row in forecast.rows("h200")}
-    measured = {
-        row: json.loads(path.read_text(encoding="utf-8"))["metrics"] for row, path in paths.items() if path.exists()
-    }
-    assert {row.name for row in measured} >= {
-        "gpt_1.2b/ours/",
-        "gpt_1.2b_train/train/",
-        "bert_336m/ours/",
-        "fp8_alone/ours/",
-    }
-    for row, metrics in measured.items():
-        peak = metrics[f"{row.prefix}memory_peak"]["value"] * GIB
-        assert row.plan.needed_bytes == pytest.approx(peak, rel=0.01), row.name
+def test_the_plan_is_compared_with_what_one_h200_has_shown() -> None:
+    ratios = []
+    for row in forecast.rows("h200"):
+        path = forecast.RECORDS / f"{row.record}.json"
+        if path.exists():
+            measured = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+            peak = measured[f"{row.prefix}memory_peak"]["value"] * GIB
+            assert peak == pytest.approx(row.plan.needed_bytes, rel=0.01), row.name
+            ratios.append(measured[f"{row.prefix}step"]["value"] / row.plan.time.total)
+    text = f"runs on one H200 took {min(ratios):.2f} to {max(ratios):.2f} times as long; "
+    assert len(ratios) >= 5 and row.plan.cluster.calibration.expected_error.startswith(text)
