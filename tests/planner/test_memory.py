@@ -10,7 +10,7 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, SingleRankCommunicator, sample_dropout_keys
 from lmscale.planner.flops import scored_tokens
 from lmscale.planner.memory import GIB, estimate_memory, first_that_fits, stage_memory, usable_bytes
-from lmscale.planner.workload import Workload, powers_of_two
+from lmscale.planner.workload import Workload, auto_tp_sizes
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -165,7 +165,7 @@ def test_a_compiled_update_of_bf16_moments_has_no_temporaries() -> None:
 
 
 def smallest(job: Workload, usable: int, pad_heads: bool = False, largest: int | None = None) -> int | None:
-    layouts = [Layout(tp_size=p, pad_heads=pad_heads) for p in powers_of_two(job, pad_heads, largest)]
+    layouts = [Layout(tp_size=p, pad_heads=pad_heads) for p in auto_tp_sizes(job, pad_heads, largest)]
     found = first_that_fits([(job, layout) for layout in layouts], usable)
     return found and found[1].tp_size
 

@@ -136,7 +136,7 @@ def tensor_sizes(job: Workload, pad_heads: bool, largest: int) -> list[int]:
     return [size for size in job.config.tensor_parallel_sizes(pad_heads) if size <= largest]
 
 
-def powers_of_two(job: Workload, pad_heads: bool, largest: int | None = None) -> list[int]:
+def auto_tp_sizes(job: Workload, pad_heads: bool, largest: int | None = None) -> list[int]:
     """The `tensor_sizes` that `tp_size=auto` tries, ascending."""
     return [p for p in tensor_sizes(job, pad_heads, largest or job.config.num_attention_heads) if p.bit_count() == 1]
 
@@ -149,7 +149,7 @@ def model_sizes(
     Args:
         largest: number of ranks; None: as many as the model has heads, per stage.
     """
-    tp_sizes = powers_of_two(job, pad_heads, largest) if tp_size == "auto" else [tp_size]
+    tp_sizes = auto_tp_sizes(job, pad_heads, largest) if tp_size == "auto" else [tp_size]
     pp_sizes = stage_numbers(job) if pp_size == "auto" else [pp_size]
     pairs = [(p, s) for p in tp_sizes for s in pp_sizes if largest is None or p * s <= largest]
     return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))

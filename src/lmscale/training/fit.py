@@ -10,7 +10,7 @@ from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
-from ..planner.workload import Workload, layout_at, model_sizes, powers_of_two, with_other_stages
+from ..planner.workload import Workload, layout_at, model_sizes, auto_tp_sizes, with_other_stages
 from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
@@ -119,7 +119,7 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
         return
     least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
-    tp_sizes = powers_of_two(workload, layout.pad_heads)
+    tp_sizes = auto_tp_sizes(workload, layout.pad_heads)
     tried = [
         (job, replace(stages, tp_size=tp_size))
         for stages in with_other_stages(workload, layout)

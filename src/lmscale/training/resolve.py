@@ -74,8 +74,8 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
     model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
     batch = run.check_layout(checked.layout, model)
-    kept = None if run.resume.weights_only else checked.checkpoint
-    num_validation = resolve_validation(run, corpus, checked.on_gpu, kept)
+    resumed = None if run.resume.weights_only else checked.checkpoint
+    num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed)
     optimizer, schedule = run.optimizer, run.schedule
     if checked.checkpoint is not None:
         from .checkpoints.resuming import check_fit
@@ -183,12 +183,12 @@ def resolve_validation(
     wanted, size = run.trainer.num_validation_samples, run.global_batch_size
     samples = samples_of(run, corpus, None if wanted == "auto" else wanted)
     if wanted == "auto":
-        kept = "auto"
+        number = "auto"
         if checkpoint is not None:
             from ..checkpoint import read_metadata
 
-            kept = read_metadata(checkpoint).run.get("trainer", {}).get("num_validation_samples", "auto")
-        return samples.at_most(most_samples(run.trainer, size)) if kept == "auto" else kept
+            number = read_metadata(checkpoint).run.get("trainer", {}).get("num_validation_samples", "auto")
+        return samples.at_most(most_samples(run.trainer, size)) if number == "auto" else number
     if on_gpu and (costly := describe_excess(run.trainer, len(samples.scored), size)):
         raise ValueError(costly)
     return wanted
