@@ -10,7 +10,7 @@ from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..launcher import World
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
-from ..planner.workload import Workload, layout_at, model_sizes, auto_tp_sizes, with_other_stages
+from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, with_other_stages
 from .runtime.host_memory import host_memory_available
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
