@@ -27,7 +27,6 @@ from analysis.demo.ngram import context_free_losses, kneser_ney_losses
 from analysis.report.style import BLUE, GREY, house_style, label_ends, page_figure
 from analysis.running import run_python
 from lmscale.config.data import DataConfig, TokenizerConfig
-from lmscale.config.family import load
 from lmscale.config.from_dict import build
 from lmscale.data.bert_dataset import IGNORE_LABEL
 from lmscale.data.prepare import prepare_corpus, unigram_cross_entropy
@@ -69,7 +68,7 @@ def measure(model: str, run_dir: Path) -> dict[str, float]:
     data, tokenizer = build(DataConfig, config["data"], "data."), TokenizerConfig(**config["tokenizer"])
     corpus = prepare_corpus(data, tokenizer, model, None)
     train_part, held_out = (
-        load(corpus.samples)(corpus, s, corpus.parts[s][0], data, 0) for s in ("train", "validation")
+        corpus.make_samples(corpus, s, corpus.parts[s][0], data, 0) for s in ("train", "validation")
     )
     (part,) = corpus.parts["train"]
     start, end = train_part.dataset.document_starts(np.array([part.first, part.last])).tolist()

@@ -140,7 +140,7 @@ class TextDataModule(PretrainDataModule):
         """
         trainer, model = self.trainer, self.trainer.lightning_module.config
         check_strategy(trainer)
-        if model.traits.samples != self.prepared.samples:
+        if load(model.traits.samples) is not self.prepared.make_samples:
             raise ValueError(f"`family` of the data must be the model's ({model.family}), but is {self.family}")
         if self.vocab_size > model.vocab_size:
             raise ValueError(
@@ -156,7 +156,7 @@ class TextDataModule(PretrainDataModule):
         (part, *others) = self.prepared.parts["train"]
         if stage == "fit" and others and trainer.max_steps < 0:
             raise ValueError("`max_steps` must be set for a blend of datasets, which has no epochs, but is -1")
-        dataset = load(self.prepared.samples)(self.prepared, "train", part, self.data, self.order_seed)
+        dataset = self.prepared.make_samples(self.prepared, "train", part, self.data, self.order_seed)
         epoch = max(1, len(dataset) // size) if not others else max(1, trainer.max_steps)
         steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)
         samples = RunSamples(self.prepared, self.data, self.order_seed, size, steps, self.num_wanted)

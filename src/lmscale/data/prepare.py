@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from ..config.data import DataConfig, TokenizerConfig
-from ..config.family import CorpusForm, family_of
+from ..config.family import CorpusForm, family_of, load
 from ..shared_files import build_folder
 from ..text.input_files import list_files
 from .indexed_corpus import TOKENIZER, IndexedCorpus, check_indexed
@@ -63,7 +63,7 @@ def prepare_corpus(
         ) from None
     return PreparedCorpus(
         str(folder),
-        family.samples,
+        load(family.samples),
         loaded.vocab_size,
         {token: loaded.id_of(token) for token in family.corpus.special_tokens},
         manifest,

@@ -1,6 +1,7 @@
 """The prepared corpus of a run: its token files and what is known of them."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +32,7 @@ class PreparedCorpus:
 
     Args:
         folder: contains tokenizer.json, the tokenizer of the tokens.
-        samples: path of the function that builds the family's samples, see `Family`.
+        make_samples: builds the family's samples, see `Family.samples`.
         special_ids: id by token, of the family's `special_tokens`.
         manifest: `sha256` and counts of both splits, source notes, versions. `notes`, which are not in the file, are
             lines for the user on differences from the request.
@@ -42,7 +43,7 @@ class PreparedCorpus:
     """
 
     folder: str
-    samples: str
+    make_samples: Callable
     vocab_size: int
     special_ids: dict[str, int]
     manifest: dict

@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from ..config.data import DataConfig
-from ..config.family import load
 from .permutation import Permutation
 from .prepared import PreparedCorpus
 
@@ -208,7 +207,7 @@ class RunSamples:
         self.corpus, self.seed, self.global_batch_size, self.num_steps = corpus, seed, global_batch_size, num_steps
         parts = corpus.parts["train"], corpus.parts["validation"]
         self.blend, self.validation_blend = (Blend([part.weight for part in each]) for each in parts)
-        num_samples, make = self.blend.counts(num_steps * global_batch_size), load(corpus.samples)
+        num_samples, make = self.blend.counts(num_steps * global_batch_size), corpus.make_samples
         self.train = [
             make(corpus, "train", part, config, seed, number, num_samples[number])
             for number, part in enumerate(parts[0])
