@@ -1,6 +1,7 @@
-"""A family's name appears only in its own folder; all other code reads its description."""
+"""A model's configuration: its family, named only in the family's folder, and the values that a run resolves."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +9,12 @@ from pathlib import Path
 import pytest
 from runs import tiny_run
 
-from lmscale.config import TransformerConfig
+from lmscale.config import Recompute, TransformerConfig
 from lmscale.config.family import BUILT_IN, check_loads, family_of, load
+from lmscale.config.model import ModelConfig
 from lmscale.config.pretrain import RunConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "lmscale"
 # The only places that may name a family: its folder and its samples.
@@ -89,3 +93,29 @@ def test_a_family_whose_loss_is_missing_is_refused_before_a_run(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="`model.family` .* lab_loss.nowhere of 'lab_loss.family' fails"):
         check_loads("lab_loss.family")
+
+
+OPEN = ModelConfig("gpt", 1, 8, 2, None, 16, vocab_multiple=8, recompute="auto", attention="auto", name="tiny")
+
+
+def test_an_unresolved_config_is_resolved_once_and_then_built() -> None:
+    for unresolved in ((None, "exact", Recompute.NONE), (9, "auto", Recompute.NONE), (9, "exact", "auto")):
+        with pytest.raises(ValueError, match="must be .*, but is '?(null|auto)"):
+            OPEN.resolve(*unresolved)
+    resolved = OPEN.resolve(9, "exact", Recompute.FULL)
+    assert (resolved.padded_vocab_size, resolved.recompute, resolved.attention) == (16, Recompute.FULL, "exact")
+    assert resolved.resolve(7, "sdpa", Recompute.NONE) == resolved
+    build_model(resolved, ParallelContext(), seed=1)
+
+
+@pytest.mark.parametrize("name", ["initializer_std", "layer_norm_eps"])
+def test_an_infinite_number_is_refused(name) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` must be .*finite number.*, but is inf"):
+        dataclasses.replace(OPEN, **{name: float("inf")})
+
+
+def test_a_models_name_is_ignored_and_not_in_checkpoints() -> None:
+    assert dataclasses.replace(OPEN, name="other") == OPEN
+    assert "name" not in OPEN.to_dict()
+    resolved = OPEN.resolve(9)
+    assert TransformerConfig.from_dict(resolved.to_dict()) == resolved
