@@ -1,9 +1,10 @@
-"""The connections of many ranks."""
+"""The connections of many ranks: open files, votes across hosts, and a time limit longer than that of the watchdog."""
 
 import os
 import resource
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 import warm
 from ranks import run_ranks
 
+from lmscale.config import Layout
+from lmscale.parallel import make_context
 from lmscale.training.strategy import FULL_MESH, TensorParallelStrategy, prepare_connections
 
 NUM_RANKS, NUM_FILES = 32, 24  # a full mesh of 32 needs 31 sockets
@@ -87,3 +90,17 @@ def test_few_ranks_keep_a_full_mesh_and_the_file_limit_is_raised(monkeypatch) ->
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard) and not os.environ
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+LIMIT = TensorParallelStrategy(timeout_minutes=45).collective_timeout
+
+
+def limits(rank: int) -> list[timedelta]:
+    context = make_context(Layout(tp_size=2, dp_size=2).axes, "cpu", LIMIT)
+    groups = context.tp_group, context.dp_group
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_tensor_and_data_groups_wait_longer_than_the_watchdog() -> None:
+    assert timedelta(minutes=45) < LIMIT
+    assert run_ranks(limits, 4) == [[LIMIT, LIMIT]] * 4
