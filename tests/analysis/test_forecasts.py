@@ -1,4 +1,4 @@
-"""Figure 7 at its true widths: the forecast fits the script's commands; a run that has ended becomes a record."""
+"""Forecasts: of the rows of `h200.sh`, and of Figure 7 at its true widths, whose runs become records."""
 
 import json
 import sys
@@ -7,9 +7,61 @@ from pathlib import Path
 import pytest
 from composed import composed_run
 
+from analysis.benchmarks import forecast
 from analysis.norm_order import true_widths
 from analysis.norm_order.cells import STATES, read_cells, read_curves
 from analysis.norm_order.figure import draw_true_widths
+from lmscale.planner.memory import GIB
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads(forecast.RECORD.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("card", ["h200", "h100"])
+def test_every_timed_row_of_the_script_has_a_forecast_that_fits_the_device(card) -> None:
+    record = json.loads(forecast.record_of(card).read_text(encoding="utf-8"))
+    assert record["kind"] == "modelled"
+    assert len(forecast.rows(card)) == {"h200": 27, "h100": 24}[card]  # gpt_8.3b and both float8 contenders do not fit
+    for row in forecast.rows(card):
+        assert row.plan.missing_bytes <= 0, row.name
+        timed = ["step", "share_of_given_peak"] if row.prefix else []
+        assert {name for name in record["metrics"] if name.startswith(row.name)} >= {
+            f"{row.name}{metric}" for metric in (*timed, "memory_peak", "launches", "host_syncs")
+        }
+
+
+def test_the_goals_are_compared_after_each_change(record) -> None:
+    for shares in record["config"]["goals"].values():
+        after = [share for change, share in shares.items() if change != "goal"]
+        assert after == sorted(after)  # each change is added to those before it
+
+
+def test_a_row_that_was_run_is_put_beside_its_forecast(record, tmp_path) -> None:
+    assert "no row was run yet" in forecast.compare(record, tmp_path)
+    measured = 1.1 * record["metrics"]["gpt_1.2b/ours/step"]["value"]
+    run = {"metrics": {"ours/step": {"value": measured, "unit": "s"}}}
+    (tmp_path / "h200_gpt_1.2b.json").write_text(json.dumps(run), encoding="utf-8")
+    lines = forecast.compare(record, tmp_path).splitlines()
+    assert len(lines) == 2 and lines[1].split()[:2] == ["gpt_1.2b", "ours/step"] and lines[1].endswith("1.100")
+
+
+def test_the_planned_memory_is_that_of_the_runs_on_an_h200_within_1_percent() -> None:
+    paths = {row: forecast.RECORDS / f"{row.record}.json" for row in forecast.rows("h200")}
+    measured = {
+        row: json.loads(path.read_text(encoding="utf-8"))["metrics"] for row, path in paths.items() if path.exists()
+    }
+    assert {row.name for row in measured} >= {
+        "gpt_1.2b/ours/",
+        "gpt_1.2b_train/train/",
+        "bert_336m/ours/",
+        "fp8_alone/ours/",
+    }
+    for row, metrics in measured.items():
+        peak = metrics[f"{row.prefix}memory_peak"]["value"] * GIB
+        assert row.plan.needed_bytes == pytest.approx(peak, rel=0.01), row.name
+
 
 ROOT = Path(true_widths.__file__).parents[2]
 PART_LIMIT_S = 480  # of a run of list c, see tests/analysis/test_h200.py
