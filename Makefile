@@ -71,7 +71,7 @@ test-cuda-all: setup
 	$(BIN)/python -m pytest -m "slow or not slow" tests/cuda
 
 # Mutation testing of one source file, by cosmic-ray, which changes it in place: a mutant survives if TESTS pass.
-# make mutants FILE=src/lmscale/parallel/grad_norm.py TESTS="tests/parallel/test_replicated_gradients.py"
+# make mutants FILE=src/lmscale/parallel/grad_norm.py TESTS="tests/parallel/test_replicated_tensors.py"
 MUTANTS := outputs/mutants
 mutants: $(COSMIC_RAY)
 	@git diff --quiet HEAD -- $(FILE) || { echo "error: FILE must have no uncommitted change, but $(FILE) has" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""Every file of `conf/` composes into the typed configuration, and every key is read by something."""
+"""Every file of `conf/` composes into the typed configuration, and every key is read by something and documented."""
 
 import ast
 import dataclasses
@@ -10,6 +10,8 @@ from composed import composed
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lmscale.cli.reference import ENTRY_POINTS, REFERENCE, format_reference, groups, keys
+from lmscale.cli.reference import composed as composed_script
 from lmscale.config import TransformerConfig
 from lmscale.config import corpus as corpus_config
 from lmscale.config import generate as generate_config
@@ -269,3 +271,21 @@ def test_groups_do_not_override_the_entry_points_own_file(entry_point: str) -> N
     with initialize_config_dir(str(CONF), version_base="1.3"):
         found = compose(entry_point, ["task=lambada"] if entry_point == "zero_shot" else [])
     assert {key: OmegaConf.select(found, key) for key in own} == own
+
+
+@pytest.mark.parametrize("script", ENTRY_POINTS)
+def test_every_key_has_a_line_of_documentation(script: str) -> None:
+    conf = composed_script(script)
+    rows = [row for prefix, cls in groups(ENTRY_POINTS[script]) for row in keys(cls, prefix, conf)]  # or it raises
+    assert rows and all(meaning for *_, meaning in rows)
+
+
+def test_a_default_is_that_of_the_command_and_not_of_the_dataclass() -> None:
+    shown = keys(TransformerConfig, "model.", composed_script("src/train.py"))
+    defaults = {name: default for name, _, default, _ in shown}
+    assert (defaults["model.attention"], defaults["model.recompute"]) == ("`auto`", "`auto`")
+    assert defaults["model.num_layers"] == "-"  # of the chosen model
+
+
+def test_the_committed_reference_is_current() -> None:
+    assert REFERENCE.read_text(encoding="utf-8") == format_reference(), "make reference"

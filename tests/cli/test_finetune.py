@@ -3,20 +3,17 @@
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import warm
 from composed import composed
 from entry_points import REPOSITORY, environment, refuse
+from finetune_runs import make_checkpoint
+from finetuning import sentence, write_task
 from hydra import compose, initialize_config_dir
 
 from lmscale.config.finetune import TASKS, FinetuneConfig
-
-sys.path.insert(0, str(REPOSITORY / "tests" / "finetune"))
-from finetune_runs import make_checkpoint  # noqa: E402
-from finetuning import sentence, write_task  # noqa: E402
 
 SMALL = (
     "trainer.num_epochs=1",

@@ -1,11 +1,15 @@
-"""The types of configuration fields: what fits them, and how other values are refused."""
+"""The types of configuration fields: what fits them, and how other values and empty paths are refused."""
 
+from functools import partial
 from typing import Annotated, Literal
 
 import pytest
 
 from lmscale.config.checks import AboveZero, Count, Fraction, Positive, Rule, Steps, check, in_words
+from lmscale.config.convert import ConvertConfig
+from lmscale.config.generate import GenerateConfig
 from lmscale.config.model import Recompute
+from lmscale.config.zero_shot import ZeroShotConfig
 
 AUTO = Literal["auto"]
 
@@ -43,3 +47,20 @@ def test_every_alternative_of_a_type_fits_and_is_named() -> None:
     assert in_words(hint) == "auto or a whole number of at least 1 or null"
     check(AboveZero, 3, "key")
     check(Recompute, Recompute.FULL, "key")
+
+
+WIKITEXT = {"run_dir": "x", "task": {"name": "wikitext103", "path": "wiki.txt"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("ckpt", partial(ZeroShotConfig.from_dict, WIKITEXT | {"ckpt": ""})),
+        ("ckpt", partial(GenerateConfig, ckpt="", prompt="Once")),
+        ("source", partial(ConvertConfig, source="", target="new")),
+        ("target", partial(ConvertConfig, source="old", target="")),
+    ],
+)
+def test_an_empty_path_is_refused(name, make) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` must be a path, but is ''"):
+        make()

@@ -1,4 +1,4 @@
-"""Steps and validation sequences of each data rank."""
+"""Steps and validation sequences of each data rank, and the digest of their samples, the same at every layout."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -14,9 +14,10 @@ from torch import Tensor
 from lmscale.config import TransformerConfig
 from lmscale.config.data import DataConfig
 from lmscale.data import datamodule
+from lmscale.data.data_digest import digest_number, digest_of_samples, digest_text, expected_digest
 from lmscale.data.datamodule import PretrainDataModule, TextDataModule
 from lmscale.data.loading import cut_step
-from lmscale.data.sampler import RunSamples
+from lmscale.data.sampler import GlobalBatchSampler, RunSamples
 from lmscale.parallel import ParallelContext
 from lmscale.training.module import GPTModule
 
@@ -226,3 +227,50 @@ def test_a_users_trainer_is_told_what_was_skipped(tmp_path, monkeypatch) -> None
     monkeypatch.setattr(datamodule, "rank_zero_info", said.append)
     TextDataModule("gpt", data=local_config(tmp_path / "text", tmp_path), vocab_size=260)
     assert "note: data.path: skipped: hidden 1 (the first is .b.txt)" in said
+
+
+def consumed(sampler: GlobalBatchSampler) -> torch.Tensor:
+    """The digest as training computes it, step by step."""
+    total = torch.zeros((), dtype=torch.int64)
+    for step in sampler:
+        numbers, _, indices = (torch.tensor(column) for column in zip(*step, strict=True))
+        total += digest_of_samples(numbers, indices)
+    return total
+
+
+def test_ranks_sum_to_the_expected_digest_at_any_layout_and_over_epochs() -> None:
+    steps = 23  # 276 samples, 100 per epoch
+    expected = expected_digest(GlobalBatchSampler(100, 12, 0, 1, 7, steps), steps)
+    for dp_size in (1, 2, 3):
+        ranks = [GlobalBatchSampler(100, 12, rank, dp_size, 7, steps) for rank in range(dp_size)]
+        assert sum(consumed(rank) for rank in ranks) == expected
+    for num_shares in (2, 5):
+        sampler = GlobalBatchSampler(100, 12, 0, 1, 7, steps)
+        assert sum(expected_digest(sampler, steps, share, num_shares) for share in range(num_shares)) == expected
+
+
+def test_another_seed_corpus_length_or_number_of_steps_gives_another_digest() -> None:
+    digests = {
+        digest_text(int(expected_digest(GlobalBatchSampler(size, 12, 0, 1, seed, 9), steps)))
+        for size in (100, 101)
+        for seed in (1, 2)
+        for steps in (8, 9)
+    }
+    assert len(digests) == 8
+
+
+def test_swapped_samples_change_the_digest() -> None:
+    numbers = torch.arange(1000)
+    indices = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
+    digest = digest_of_samples(numbers, indices)
+    seen = set()
+    for place in range(999):
+        swapped = indices.clone()
+        swapped[[place, place + 1]] = indices[[place + 1, place]]
+        seen.add(int(digest_of_samples(numbers, swapped)))
+    assert int(digest) not in seen and len(seen) == 999
+
+
+def test_a_digest_round_trips_through_text() -> None:
+    for number in (0, 1, -1, 2**63 - 1, -(2**63), 123456789):
+        assert digest_number(digest_text(number)) == number

@@ -1,4 +1,4 @@
-"""At every layout, losses, gradients, norm and weights equal those of one process (fp64, 1e-12)."""
+"""At every layout, losses, gradients, norm and weights equal those of one process (fp64, 1e-12), or it is refused."""
 
 import itertools
 from collections.abc import Iterable
@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ONE, assert_equal_runs, read_rows, read_tensors, run_layouts
+from runs import ONE, assert_equal_runs, read_rows, read_tensors, run_layouts, tiny_run
+
+from lmscale.config import Layout
+from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
+from lmscale.parallel import ParallelContext
 
 LAYOUTS = ((2, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 1))  # tensor, pipeline, data
 GRID = (2, 1, 2)
@@ -111,3 +115,25 @@ def test_every_parameter_is_updated(folder) -> None:
     tensors = read_tensors(folder / "bert-post-full-recompute" / ONE)
     still = [key for key, tensor in tensors.items() if key.startswith("exp_avg/") and not torch.any(tensor)]
     assert still == []
+
+
+def test_a_sequence_length_not_divisible_by_tp_size_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`data.seq_length` must be a multiple of `parallel.tp_size` .2. with"):
+        tiny_run("gpt", tmp_path, parallel__tp_size=2, parallel__sequence_parallel=True)
+
+
+def test_a_micro_batch_without_equal_halves_is_refused(tmp_path) -> None:
+    halves = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__batch_halves": True}
+    with pytest.raises(ValueError, match="`micro_batch_size` must be even with `parallel.batch_halves`, but is 3"):
+        tiny_run("gpt", tmp_path, parallel__tp_size=2, **halves)
+    tiny_run("gpt", tmp_path, parallel__tp_size=1, **halves)  # without effect
+
+
+def test_halves_are_refused_for_an_evaluation(tmp_path) -> None:
+    with pytest.raises(ValueError, match="`parallel.batch_halves` must be false for an evaluation, but is true"):
+        ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=Layout(tp_size=2, batch_halves=True))
+
+
+def test_an_odd_batch_is_computed_as_a_whole_and_an_even_one_in_halves() -> None:
+    context = ParallelContext(batch_halves=True)
+    assert [context.batch_parts(num_samples) for num_samples in range(1, 7)] == [1, 2, 1, 2, 1, 2]

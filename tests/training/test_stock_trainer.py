@@ -1,14 +1,16 @@
-"""A stock Lightning Trainer with our strategy, module and data: every feature works as Lightning documents it."""
+"""A stock Lightning Trainer with our strategy, module and data works as Lightning and our library guide document it."""
 
 import csv
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
+import nbformat
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -21,6 +23,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from nbclient import NotebookClient
 from ranks import make_context, run_ranks
 from runs import REPOSITORY, read_rows, run_jobs, tiny_run
 from sharding import small_config
@@ -377,3 +380,25 @@ def test_the_validation_loss_over_no_target_is_nan(tmp_path) -> None:
     """A mean over nothing is no number: 0 would be the best loss that a `ModelCheckpoint` has seen."""
     [found] = trainer(tmp_path, callbacks=[MaskLabels()]).validate(*parts(), verbose=False)
     assert math.isnan(found["val/loss"]) and math.isnan(found["val/perplexity"])
+
+
+GUIDE = (REPOSITORY / "docs" / "guides" / "library.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", BLOCKS, ids=["ten lines", "options of the Trainer"])
+def test_a_block_runs_as_a_script(code: str, tmp_path: Path) -> None:
+    run_script(code, tmp_path)
+    assert list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.slow
+def test_the_first_block_has_ten_lines_and_runs_in_a_notebook(tmp_path: Path) -> None:
+    lines = [line for line in BLOCKS[0].splitlines() if line and not line.startswith("if __name__")]
+    assert len(lines) <= 10
+    code = BLOCKS[0].replace("tp_size=2", "tp_size=1").replace("devices=2", "devices=1")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code + "\nmodule.completed_steps")])
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    (shown,) = [output for output in notebook.cells[0].outputs if output.output_type == "execute_result"]
+    assert shown["data"]["text/plain"] == "8"

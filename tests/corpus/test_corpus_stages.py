@@ -1,0 +1,178 @@
+"""The stages of a preparation, each alone, and the local executor: a killed worker and a failing task."""
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+from input_files import plan_of
+
+from lmscale.config.corpus import DedupConfig, EvaluationSetConfig
+from lmscale.corpus import collecting, deduplicating
+from lmscale.corpus.collecting import CheckIds, ScatterDocuments, SortShard, document_key
+from lmscale.corpus.deduplicating import CompareCandidates, ShingleCandidates
+from lmscale.corpus.evaluation_sets import EVALUATION_TEXTS, evaluation_index
+from lmscale.corpus.finalizing import FinalizeDataset, MergeShards
+from lmscale.corpus.plan import save_array, save_json
+from lmscale.corpus.running import QuietLocalExecutor
+
+NUM_SHARDS = 7
+
+
+def scatter(root: Path, texts: list[list[str]]) -> None:
+    """Run one task of the first stage per list; a document's id is its text."""
+    for task, some in enumerate(texts):
+        metadata = [{"source": "s", "file": f"{task}.txt", "row": row} for row in range(len(some))]
+        documents = (Document(text, text, metadata=place) for text, place in zip(some, metadata, strict=True))
+        ScatterDocuments(plan_of(root, num_tasks=len(texts), num_shards=NUM_SHARDS)).run(documents, task, len(texts))
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 40, 10**6])
+def test_shards_hold_all_documents_in_the_order_of_their_keys(tmp_path, monkeypatch, buffer_bytes) -> None:
+    monkeypatch.setattr(collecting, "BUFFER_BYTES", buffer_bytes)
+    texts = [f"text {n}" for n in range(40)]
+    scatter(tmp_path, [texts[:25], [], texts[25:]])
+    found = []
+    for shard in range(NUM_SHARDS):
+        SortShard(plan_of(tmp_path, num_tasks=3, num_shards=NUM_SHARDS)).run(rank=shard, world_size=NUM_SHARDS)
+        found += pq.read_table(tmp_path / "sorted" / f"{shard:05d}.parquet")["text"].to_pylist()
+    assert found == sorted(texts, key=document_key)
+
+
+def test_a_flush_of_the_buffer_writes_one_file_for_all_shards(tmp_path) -> None:
+    scatter(tmp_path, [[f"text {n}" for n in range(40)]] * 2)
+    names = sorted(path.name for path in (tmp_path / "cleaned").iterdir())
+    assert names == ["00000_00000.arrow", "00001_00000.arrow"]
+
+
+def test_a_repeated_id_is_shown_with_its_places(tmp_path) -> None:
+    scatter(tmp_path, [["a", "b"], ["c", "b"]])
+    with pytest.raises(ValueError, match="1 documents share an id .*: 'b' in 0.txt row 1 and 1.txt row 1"):
+        CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
+
+
+def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
+    for task, source in enumerate(("books", "news")):
+        document = Document("text", "1", metadata={"source": source, "file": "a.jsonl", "row": 1})
+        ScatterDocuments(plan_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
+    CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
+
+
+def test_of_equal_texts_the_first_by_source_is_kept_whatever_the_names_of_the_files(tmp_path) -> None:
+    plan = plan_of(tmp_path, num_tasks=1)
+    places = [{"source": source, "file": file, "row": 1} for source, file in (("news", "a.txt"), ("books", "z.txt"))]
+    ScatterDocuments(plan).run(iter([Document("text", "1", metadata=place) for place in places]))
+    SortShard(plan).run()
+    assert pq.read_table(tmp_path / "sorted" / "00000.parquet")["source"].to_pylist() == ["books"]
+
+
+@pytest.fixture
+def compare(tmp_path) -> CompareCandidates:
+    """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band."""
+    plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.3, bands=1))
+    generator = np.random.default_rng(5)
+    for shard, first, end in ((0, 0, 20), (1, 20, 33)):
+        sets = [np.unique(generator.integers(0, 70, size)) for size in generator.integers(1, 60, end - first)]
+        save_array(plan.shard_file("lengths", shard), np.zeros(end - first, dtype=np.int64))
+        save_array(plan.shard_file("sets", shard, "values.npy"), np.concatenate(sets).astype(np.uint64))
+        save_array(plan.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
+        save_array(plan.shard_file("sets", shard, "members.npy"), np.arange(first, end))
+    save_array(plan.path("pairs", 0, "00000.npy"), np.array(list(itertools.combinations(range(33), 2))))
+    return CompareCandidates(plan)
+
+
+def result(compare: CompareCandidates) -> list[list]:
+    compare.run()
+    return [np.load(compare.plan.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
+
+
+@pytest.mark.parametrize("limit", [1, 100, 1000])
+def test_documents_compared_at_once_are_bounded_by_their_shingles(compare, monkeypatch, limit: int) -> None:
+    whole, held, get_sets = result(compare), [], CompareCandidates._sets
+
+    def measured(self, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, offsets = get_sets(self, documents, first)
+        held.append((len(values), len(documents)))
+        return values, offsets
+
+    monkeypatch.setattr(CompareCandidates, "_sets", measured)
+    monkeypatch.setattr(deduplicating, "SHINGLES_AT_ONCE", limit)
+    assert result(compare) == whole and len(whole[0]) > 20
+    assert all(shingles <= limit or documents == 2 for shingles, documents in held)
+
+
+def test_documents_of_equal_names_in_two_sources_are_counted_as_two(tmp_path) -> None:
+    """A document that contains two items counts once."""
+    plan = plan_of(tmp_path, num_tasks=1, evaluation_sets={"quiz": EvaluationSetConfig("records", path="quiz.jsonl")})
+    save_json(plan.path(EVALUATION_TEXTS), {"quiz": ["a b c d e f g h i", "1 2 3 4 5 6 7 8 9"]})
+    save_array(plan.shard_file("overlap", 0, "seen.npy"), evaluation_index(plan).new_seen())
+    found = [("books", "quiz/0"), ("books", "quiz/1"), ("news", "quiz/0")]
+    rows = [{"source": source, "file": "a.txt", "row": 1, "item": item} for source, item in found]
+    report = FinalizeDataset(plan)._leakage(pa.Table.from_pylist(rows))
+    assert report["quiz"]["documents_removed"] == 2
+
+
+STEPS = {
+    "ids": ("ids", "clean", CheckIds),
+    "sort": ("ids", "clean", SortShard),
+    "shingles": ("members/00000", "candidates", ShingleCandidates),
+    "compare": ("pairs/00000", "candidates", CompareCandidates),
+    "join": ("overlap", "tokenize", MergeShards),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_after_an_incomplete_stage_raises_and_writes_nothing(name: str, tmp_path: Path) -> None:
+    folder, stage, step = STEPS[name]
+    for task in (0, 2):
+        save_array(tmp_path / folder / f"{task:05d}.npy", np.empty(0, dtype=np.int64))
+        (tmp_path / folder / f"{task:05d}.parquet").touch()
+    (tmp_path / folder / ".00001.npy.77").touch()  # of a task that still runs
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=f"all 3 tasks of `{stage}` must be complete, .* has the files of 2"):
+        step(plan_of(tmp_path, num_tasks=3, num_shards=3, dedup=DedupConfig(0.7, bands=3))).run()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+class FailAt(PipelineStep):
+    """Task 1 is killed as by the out-of-memory killer, or raises; the others take a time."""
+
+    type, name = "TEST", "fail"
+
+    def __init__(self, how: str, seconds: float) -> None:
+        super().__init__()
+        self.how, self.seconds = how, seconds
+
+    def run(self, data: object = None, rank: int = 0, world_size: int = 1) -> None:
+        if rank != 1:
+            time.sleep(self.seconds)
+        elif self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "raises":
+            raise ValueError("task 1 is bad")
+
+
+def executor(folder: Path, how: str, seconds: float = 0.0) -> QuietLocalExecutor:
+    return QuietLocalExecutor([FailAt(how, seconds)], 5, 2, logging_dir=str(folder), start_method="spawn")
+
+
+@pytest.mark.timeout(60)
+def test_a_killed_worker_raises_and_the_next_run_continues(tmp_path) -> None:
+    with pytest.raises(ValueError, match="one was killed .out of memory.*`launcher.workers`") as caught:
+        executor(tmp_path, "killed").run()
+    assert "\n" not in str(caught.value)
+    executor(tmp_path, "nothing").run()
+    assert len(list((tmp_path / "completions").iterdir())) == 5
+
+
+@pytest.mark.timeout(60)
+def test_a_task_that_raises_stops_the_other_workers(tmp_path) -> None:
+    with pytest.raises(ValueError, match="task 1 is bad"):
+        executor(tmp_path, "raises", 600.0).run()

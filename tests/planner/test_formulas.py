@@ -1,0 +1,154 @@
+"""Parameters and FLOPs by the planner's formulas, against the paper, published counts and the real modules."""
+
+import math
+
+import pytest
+import torch
+from paper_models import SIZES, paper_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmscale.config import Layout, TransformerConfig
+from lmscale.models import build_model
+from lmscale.parallel import ParallelContext, sample_dropout_keys
+from lmscale.partition import plan_buffer
+from lmscale.planner.flops import dense_peak_flops_per_s, hardware_flops_per_step, model_flops_per_step, scored_tokens
+from lmscale.planner.params import count_parameters, rank_buffer, rank_parameters
+
+NATURAL = {  # vocabulary of 50,257 (GPT) or 30,522 (BERT) rows
+    "gpt_355m": 354_823_168,
+    "gpt_1.2b": 1_212_031_488,
+    "gpt_2.5b": 2_488_598_400,
+    "gpt_4.2b": 4_196_936_448,
+    "gpt_8.3b": 8_314_143_744,
+    "bert_336m": 336_226_108,
+    "bert_752m": 751_431_484,
+    "bert_1.3b": 1_280_595_772,
+    "bert_3.9b": 3_869_081_404,
+}
+ROWS = {"gpt": 50_257, "bert": 30_522}
+
+
+LAYOUTS = [
+    (name, tp_size)
+    for name, (_, _, heads) in SIZES.items()
+    for tp_size in (2, 4, 8)
+    if heads % tp_size == 0  # 20 heads: not over 8
+]
+
+
+def padded(name: str, vocab_multiple: int = 1024) -> int:
+    """The published count with the rows that padding adds, and in BERT their biases."""
+    rows = ROWS[name.split("_")[0]]
+    return NATURAL[name] + -rows % vocab_multiple * (SIZES[name][1] + name.startswith("bert"))
+
+
+@pytest.mark.parametrize("vocab_multiple", [1, 128, 1024])
+def test_every_paper_model_has_its_published_count(vocab_multiple: int) -> None:
+    counts = {name: count_parameters(paper_model(name, vocab_multiple=vocab_multiple)).total for name in SIZES}
+    assert counts == {name: padded(name, vocab_multiple) for name in SIZES}
+    assert padded("gpt_8.3b") == 8_317_040_640 and padded("bert_3.9b", 128) == 3_869_260_674
+
+
+def test_the_shards_sum_to_the_model_counting_replicated_parameters_once() -> None:
+    for name, tp_size in LAYOUTS:
+        count = count_parameters(paper_model(name), Layout(tp_size=tp_size))
+        assert tp_size * count.sharded_per_rank + count.replicated == count.total == padded(name)
+        assert count.per_rank == count.sharded_per_rank + count.replicated < count.total
+
+
+@pytest.mark.parametrize("name", ["gpt_2.5b", "bert_752m"])
+def test_dummy_heads_are_in_every_rank_and_not_in_the_model(name: str) -> None:
+    config, layout = paper_model(name), Layout(tp_size=8, pad_heads=True)
+    count = count_parameters(config, layout)
+    assert count.total == padded(name) and count.parts == count_parameters(config).parts
+    sizes = sorted(each.size for each in rank_parameters(config, layout))
+    assert sum(sizes) == count.per_rank
+    for rank in (0, 7):  # with 3 heads each, of which those of the last are dummies
+        context = ParallelContext(rank, 8, pad_heads=True)
+        parameters = list(build_model(config, context, seed=None, device="meta").parameters())
+        assert sorted(param.numel() for param in parameters) == sizes
+        assert sum(math.prod(param.shard.full_shape) for param in parameters) == count.total
+    refused = r"\(8\), but is 20, which a run with `parallel.pad_heads=true` pads to 24"
+    with pytest.raises(ValueError, match="`num_attention_heads` must be a multiple of `tp_size` " + refused):
+        count_parameters(config, Layout(tp_size=8))
+
+
+@pytest.mark.parametrize("name", ["gpt_355m", "bert_3.9b"])
+@pytest.mark.parametrize("tp_size, norm_order", [(1, "pre"), (2, "post"), (8, "pre")])
+def test_the_parameters_are_those_of_the_real_module(name: str, tp_size: int, norm_order: str) -> None:
+    """In the model's order, in which the gradient buffer has them."""
+    config = paper_model(name, norm_order=norm_order, qk_norm=tp_size > 1)
+    with torch.device("meta"):
+        model = build_model(config, ParallelContext(tp_size=tp_size), seed=None)
+    real = [(param.numel(), not param.shard.replicated) for param in model.parameters()]
+    planned = [(size, is_sharded) for _, size, is_sharded in rank_parameters(config, Layout(tp_size=tp_size))]
+    assert real == planned
+    parameters, layout = list(model.parameters()), Layout(tp_size=tp_size)
+    row_lengths = {param.shape[-1] for param in parameters if param.ndim > 1}
+    assert rank_buffer(config, layout) == plan_buffer([param.numel() for param in parameters], row_lengths)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_flops_equal_the_closed_forms_of_the_paper(name: str) -> None:
+    config = paper_model(name, recompute="full")
+    s, batch, layers, h, v = 512, 7, config.num_layers, config.hidden_size, config.padded_vocab_size
+    v *= scored_tokens(config, s) / s  # BERT projects 77 of 512 positions
+    model = 72 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
+    hardware = 96 * batch * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert model_flops_per_step(config, s, batch) == pytest.approx(model, rel=1e-14)
+    assert hardware_flops_per_step(config, s, batch) == pytest.approx(hardware, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "recompute, ffn_hidden_size", [("none", None), ("none", 58), ("selective", None), ("full", None), ("full", 58)]
+)
+def test_flops_equal_those_counted_in_a_real_step(recompute: str, ffn_hidden_size: int | None) -> None:
+    config = TransformerConfig(
+        family="gpt",
+        num_layers=3,
+        hidden_size=36,
+        num_attention_heads=4,
+        vocab_size=97,
+        vocab_multiple=10,
+        max_position_embeddings=17,
+        ffn_hidden_size=ffn_hidden_size,
+        recompute=recompute,
+        attention="exact",
+    )
+    model = build_model(config, ParallelContext(), seed=3)
+    tokens = torch.arange(5 * 13).view(5, 13) % 97
+    keys = sample_dropout_keys(seed=3, sample_numbers=torch.arange(5))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens, keys).sum().backward()
+    assert hardware_flops_per_step(config, 13, 5) == counter.get_total_flops()
+
+
+PEAKS = {  # torch's name of a device, a type, and its TFLOP/s
+    ("Tesla V100-SXM3-32GB", "fp16"): 125.0,
+    ("Tesla V100-SXM3-32GB-H", "fp16"): 130.0,
+    ("NVIDIA H100 80GB HBM3", "bf16"): 989.4,
+    ("NVIDIA H100 PCIe", "fp16"): 756.0,
+    ("NVIDIA H200", "bf16"): 989.4,
+    ("NVIDIA GeForce RTX 4090", "bf16"): 165.2,
+    ("Tesla T4", "fp16"): 65.0,
+    ("NVIDIA B200", "bf16"): 2250.0,
+    ("cpu", "fp32"): None,
+    ("NVIDIA H20", "bf16"): None,
+    ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"): None,
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16"): None,
+    ("NVIDIA A10G", "bf16"): None,
+    ("Tesla V100-SXM2-16GB", "bf16"): None,
+}
+
+
+def test_devices_are_known_by_torchs_names_and_others_have_no_peak() -> None:
+    assert {case: dense_peak_flops_per_s(*case) for case in PEAKS} == {
+        case: peak and peak * 1e12 for case, peak in PEAKS.items()
+    }
+
+
+def test_fp32_is_compared_with_tf32_only_if_products_may_use_it() -> None:
+    assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "fp32", "highest") == 19.5e12
+    assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "fp32", "medium") == 156e12
+    assert dense_peak_flops_per_s("Tesla V100-SXM2-32GB", "fp32", "medium") == 15.7e12
+    assert dense_peak_flops_per_s("NVIDIA A100-SXM4-40GB", "bf16", "medium") == 312e12

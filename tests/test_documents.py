@@ -1,0 +1,137 @@
+"""Pages: their links, the index, the files that tables and recipes name, and the reading path of the architecture."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import test_imports
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of `page` that lead nowhere; addresses with a scheme are not followed."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        if re.match(r"\w+:", link):
+            continue
+        if not target.exists() or (anchor and anchor not in headings(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_every_page_of_docs_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    links = re.findall(r"^- \[[^]]+\]\(([^)#]+)\)", index.read_text(encoding="utf-8"), re.M)
+    assert set(index.parent.rglob("*.md")) - {index} <= {index.parent / link for link in links}
+
+
+def missing_files(page: Path) -> list[str]:
+    """Code and tests that the tables of a page name and that do not exist.
+
+    A name without a folder is in the folder of the name before it.
+    """
+    missing, folder = [], ROOT
+    for name in re.findall(r"`([\w/.]+\.(?:py|yaml|ipynb))`", page.read_text(encoding="utf-8")):
+        found = [base / name for base in (ROOT, ROOT / "src" / "lmscale", ROOT / "tests", folder)]
+        found = [path for path in found if path.exists()]
+        folder = found[0].parent if found else folder
+        missing += [] if found else [name]
+    return missing
+
+
+@pytest.mark.parametrize("page", ["verification.md", "sources.md"])
+def test_the_tables_of_evidence_name_existing_files(page: str) -> None:
+    assert missing_files(ROOT / "docs" / page) == []
+
+
+def test_a_missing_test_is_found(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`models/test_counts.py`, `test_layer.py`, `models/test_gone.py`, `training/test_checkpoint.py`\n")
+    assert missing_files(page) == ["models/test_gone.py"]
+
+
+def test_a_missing_file_and_a_missing_heading_are_found(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# One title\n[a](gone.md) [b](#one-title) [c](#two) [d](page.md#one-title) [e](https://x.org)\n")
+    assert broken_links(page) == ["gone.md", "#two"]
+
+
+def section(title: str) -> str:
+    """Text of one `## title` section."""
+    return re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", ARCHITECTURE, re.M | re.S)[1]
+
+
+def reading_path() -> list[Path]:
+    """Files of the reading path, in the order of the document's table."""
+    links = re.findall(r"^\| \d+ \| \[[^]]+\]\(\.\./([^)]+\.py)\)", section("The reading path"), re.M)
+    return [ROOT / link for link in links]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "copy_to_tensor_parallel_region",
+        "reduce_from_tensor_parallel_region",
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "VocabParallelEmbedding",
+        "vocab_parallel_cross_entropy",
+        "SelfAttention",
+        "MLP",
+        "TransformerLayer",
+        "GPT",
+        "MixedPrecisionAdamW",
+        "TensorParallelStrategy",
+    ],
+)
+def test_the_reading_path_defines(name) -> None:
+    defined = {
+        node.name
+        for path in reading_path()
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    assert name in defined
+
+
+def test_the_table_of_packages_is_the_one_that_is_enforced() -> None:
+    assert test_imports.table() in ARCHITECTURE
+
+
+def test_every_recipe_names_files_that_exist_and_a_test_that_exists() -> None:
+    recipes = re.split(r"^### ", section("How to add"), flags=re.M)[1:]
+    assert [recipe.split("\n", 1)[0] for recipe in recipes] == [
+        "A key",
+        "A model family",
+        "A norm placement",
+        "A parametrization",
+        "An optimizer, a callback, a loss term",
+        "A finetuning task",
+        "A dataset",
+        "A figure",
+        "A collective backend",
+    ]
+    for recipe in recipes:
+        proofs = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", recipe)
+        assert proofs, recipe
+        for path, name in proofs:
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
