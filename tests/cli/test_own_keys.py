@@ -35,7 +35,10 @@ def folder(tmp_path) -> Path:
     ("typed", "before", "after", "said"),
     [
         ([], TAKEN, CONF, "model=bert_tiny trainer.max_steps=9 +optimizer.eps=1"),
-        (["resume.schedule=keep", "--config-dir", "other"], TAKEN, [], "model=bert_tiny trainer.max_steps=9 +optimi"),
+        *(
+            (["resume.schedule=keep", *other], TAKEN, [], "model=bert_tiny trainer.max_steps=9 +optimizer.eps=1")
+            for other in (["--config-dir", "other"], ["--config-dir=other"])
+        ),
         (
             ["trainer.max_steps=12", "parallel.tp_size=2"],
             ["hydra.mode=RUN", "model=bert_tiny", "+optimizer.eps=1"],
@@ -49,14 +52,14 @@ def folder(tmp_path) -> Path:
             "all given; different here: model=gpt_tiny (was bert_tiny) optimizer.eps=1 (was 1)",
         ),
     ],
-    ids=["folder alone", "other configuration folder", "new keys", "all keys"],
+    ids=["folder alone", "other configuration folder", "the same in one word", "new keys", "all keys"],
 )
 def test_the_keys_of_the_run_precede_those_typed(folder, monkeypatch, capsys, typed, before, after, said) -> None:
     words = ["resume.path=auto", f"hydra.run.dir='{folder}'", *typed]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     add_own_keys()
     assert sys.argv[1:] == [*before, *words, *after]
-    assert capsys.readouterr().out.startswith(f"keys of the run in {folder}: {said}")
+    assert capsys.readouterr().out == f"keys of the run in {folder}: {said}\n"
 
 
 def test_a_branch_that_ended_before_its_first_checkpoint_does_not_begin_at_step_0(folder, monkeypatch) -> None:

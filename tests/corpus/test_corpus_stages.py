@@ -76,7 +76,7 @@ def test_of_equal_texts_the_first_by_source_is_kept_whatever_the_names_of_the_fi
 @pytest.fixture
 def compare(tmp_path) -> CompareCandidates:
     """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band."""
-    plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.3, bands=1))
+    plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.25, bands=1))
     generator = np.random.default_rng(5)
     for shard, first, end in ((0, 0, 20), (1, 20, 33)):
         sets = [np.unique(generator.integers(0, 70, size)) for size in generator.integers(1, 60, end - first)]
@@ -105,6 +105,7 @@ def test_documents_compared_at_once_are_bounded_by_their_shingles(compare, monke
     monkeypatch.setattr(CompareCandidates, "_sets", measured)
     monkeypatch.setattr(deduplicating, "SHINGLES_AT_ONCE", limit)
     assert result(compare) == whole and len(whole[0]) > 20
+    assert min(whole[1]) == 0.25  # the threshold itself
     assert all(shingles <= limit or documents == 2 for shingles, documents in held)
 
 

@@ -166,6 +166,11 @@ def test_spans_never_overlap_and_never_cut_a_word() -> None:
             assert covered[start:end].all() or not covered[start:end].any()
 
 
+def test_a_piece_whose_word_was_truncated_is_masked_like_a_word(dataset) -> None:
+    labels = dataset._mask(np.array([2, 4500, 3, 3]), 1, 509, np.random.default_rng(0))
+    assert labels.tolist() == [-100, 4500, -100, -100]
+
+
 def test_a_dataset_is_pickled_as_paths(dataset) -> None:
     pickled = pickle.dumps(dataset)
     assert len(pickled) < 100_000 < dataset.pairs.rows.nbytes + dataset.dataset.tokens.nbytes

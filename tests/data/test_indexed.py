@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -183,12 +184,16 @@ def test_a_file_that_violates_the_format_raises_one_line(tmp_path, name) -> None
     assert "\n" not in str(caught.value) and str(tmp_path / "a") in str(caught.value)
 
 
-def test_a_validated_dataset_is_validated_again_when_it_changes(tmp_path) -> None:
+@pytest.mark.parametrize("ticks", [True, False])  # in one tick of the file system's clock the time stays
+def test_a_validated_dataset_is_validated_again_when_it_changes(tmp_path, ticks) -> None:
+    modified = 1 if ticks else time.time()
     (tmp_path / "a.bin").write_bytes(b"\x01" * 10)
     (tmp_path / "a.idx").write_bytes(GOOD)
-    os.utime(tmp_path / "a.idx", (1, 1))
+    os.utime(tmp_path / "a.idx", (modified, modified))
     assert IndexedDataset(tmp_path / "a").num_documents == IndexedDataset(tmp_path / "a").num_documents == 2
     (tmp_path / "a.idx").write_bytes(header() + SIZES + struct.pack("<3q", 0, 4, 6) + BORDERS)
+    if not ticks:
+        os.utime(tmp_path / "a.idx", (modified, modified))
     with pytest.raises(ValueError, match="2 is at byte 6 and not 4"):
         IndexedDataset(tmp_path / "a")
 

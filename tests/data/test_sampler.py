@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lmscale.data.sampler import Blend, BlendedBatchSampler, GlobalBatchSampler
@@ -58,6 +58,7 @@ WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 
 @settings(max_examples=100, deadline=None)
 @given(weights=WEIGHTS, num_samples=st.integers(1, 600))
+@example(weights=[1.0] * 20, num_samples=7)  # the first sample has time 10
 def test_every_prefix_has_each_dataset_within_the_stated_bound(weights, num_samples) -> None:
     blend = Blend(weights)
     which, places = blend.assign(0, num_samples)

@@ -51,17 +51,18 @@ class _AddsInAnotherOrder(ProcessGroupCommunicator):
 
 
 def _synced_over_data_ranks(rank: int) -> tuple[list[float], list[float]]:
-    """A gradient, equal on the data ranks, after tensor groups have added in different orders: a partial one, and one
-    that is not, on which data ranks do not agree here."""
+    """Gradients, equal on the data ranks, after tensor groups have added in different orders: a partial one beside one
+    that is not, and the other alone, on which data ranks do not agree here."""
     context, synced = make_context(tp_size=2, dp_size=2), []
-    for is_partial in (True, False):
+    for kinds in ((True, False), (False,)):
         communicator = _AddsInAnotherOrder(context)
         cut = dataclasses.replace(context, tp_communicator=communicator)
         with torch.device("cpu"):
-            param = parameter(cut, (4,), grad_is_partial=is_partial)
-        param.grad = torch.full_like(param, 1.5 + context.tp_rank)
-        sync_replicated_gradients([param], cut)
-        synced.append(param.grad.tolist())
+            parameters = [parameter(cut, (4,), grad_is_partial=is_partial) for is_partial in kinds]
+        for param in parameters:
+            param.grad = torch.full_like(param, 1.5 + context.tp_rank)
+        sync_replicated_gradients(parameters, cut)
+        synced.append(parameters[0].grad.tolist())
     return tuple(synced)
 
 

@@ -23,7 +23,7 @@ from lmscale.training.checkpoints import saving, sharded_strategy
 from lmscale.training.checkpoints.resuming import ScheduleDiffersError, find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
-from lmscale.training.runtime.exit_codes import INTERRUPTED
+from lmscale.training.runtime.exit_codes import DONE, INTERRUPTED
 from lmscale.training.runtime.interruption import Interruption
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
@@ -275,6 +275,7 @@ def test_an_interrupted_run_is_saved_also_where_its_last_step_would_not_be(tmp_p
     monkeypatch.setattr(Interruption, "install", lambda self: setattr(self, "received", signal.SIGTERM))
     assert train_here(tiny_run("gpt", tmp_path, checkpoint__save_last=False)) == INTERRUPTED
     assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
+    assert train_here(tiny_run("gpt", tmp_path / "ended", trainer__max_steps=1)) == DONE
 
 
 def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, monkeypatch) -> None:

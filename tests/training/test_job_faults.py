@@ -18,7 +18,7 @@ from runs import assert_same_run
 from lmscale.checkpoint import list_checkpoints
 from lmscale.parallel.shared_memory import RankGoneError
 from lmscale.training.runtime.exit_codes import FAILED, USER_ERROR
-from lmscale.training.runtime.lost_rank import what_failed, who_is_gone
+from lmscale.training.runtime.lost_rank import end_rank, what_failed, who_is_gone
 from lmscale.training.runtime.session import _end_process_group
 from lmscale.training.strategy import TensorParallelStrategy
 
@@ -160,13 +160,14 @@ def test_a_rank_that_ends_before_it_reads_a_large_job_does_not_block_the_launche
     assert done.returncode == FAILED and re.match(r"error: rank [01] failed \(exit code 3\)", done.stderr), done.stderr
 
 
-def test_errors_of_lost_connections_are_told_from_others() -> None:
+def test_errors_of_lost_connections_are_told_from_others(capsys) -> None:
     closed = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3456."
     assert who_is_gone(RuntimeError(closed), range(2, 4)) == (
         "a rank that it communicates with is gone (Connection closed by peer [127.0.0.1]:3456)"
     )
     assert who_is_gone(dist.DistNetworkError("failed to recv, got 0 bytes"), range(2)) is not None
-    assert who_is_gone(RankGoneError("", 1), range(2, 4)) == "rank 3 of its tensor group is gone"
+    assert end_rank(RankGoneError("", 1), 2, 2, "step 5", None).code == FAILED
+    assert "error: rank 2: rank 3 of its tensor group is gone; it was in step 5" in capsys.readouterr().err
     assert who_is_gone(dist.DistNetworkError("The client socket has timed out"), range(2)) is None
     assert who_is_gone(RuntimeError("Broken pipe"), range(2)) is None
 

@@ -2,15 +2,20 @@
 
 import csv
 import errno
+import time
+from types import SimpleNamespace
 
 import torch
 from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext
-from lmscale.training.callbacks.timing import memory_in_use
+from lmscale.training.callbacks.step_report import StepReport
+from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
 from lmscale.training.metrics_file import MetricsFile
 from lmscale.training.module import BERTModule, GPTModule
+from lmscale.training.runtime.ending import Ending
+from lmscale.training.runtime.watchdog import Watchdog
 
 
 def rows(path) -> list[dict[str, str]]:
@@ -159,6 +164,14 @@ def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [2, 3, 4, 6, 7]
     assert [row["step"] for row in rows if "val/loss" in row] == [3, 6, 7]
+
+
+def test_the_time_of_a_validation_belongs_to_no_step(tmp_path) -> None:
+    report = StepReport(tiny_run("gpt", tmp_path), small_config("gpt"), None, Watchdog(0, 60), Ending())
+    report.timer, report._batch_end = PhaseTimer(torch.device("cpu")), time.perf_counter() - 99
+    report.on_validation_end(SimpleNamespace(loggers=[]), SimpleNamespace(validation={}, completed_steps=1))
+    report.on_train_batch_start(None, None, None, 0)
+    assert report.timer.read()["data"] < 9
 
 
 def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:

@@ -179,6 +179,7 @@ def test_a_checkpoint_of_the_training_script_resumes(tmp_path) -> None:
     run_jobs([tiny_run("gpt", tmp_path / "run", checkpoint__save_every_steps=2, checkpoint__keep_last=None)], 1)
     module, data = parts()
     path = tmp_path / "run" / "checkpoints" / "step_2.ckpt"
+    module.weights_from = str(path.with_name("step_3.ckpt"))  # a model that began from another goes on from this one
     trainer(tmp_path, gradient_clip_val=1.0).fit(module, data, ckpt_path=path)
     with CheckpointReader(tmp_path / "run" / "checkpoints" / "step_3.ckpt") as reader:
         for name, param in module.model.named_parameters():

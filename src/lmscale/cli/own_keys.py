@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ..launcher import is_first_rank
@@ -23,9 +24,9 @@ def add_own_keys() -> None:
         ValueError: the folder's keys cannot be read or are of a finetuning; it has no run, and the command does not
             say what to train; or its run began from a checkpoint elsewhere and has none of its own.
     """
-    typed = {_name(word): word for word in sys.argv[1:] if not word.startswith("-")}
-    is_sweep = bool({"-m", "--multirun"} & set(sys.argv))
-    if is_sweep or typed.get("resume.path") != "resume.path=auto" or "hydra.run.dir" not in typed:
+    given, _ = get_args_parser().parse_known_args()
+    typed = {_name(word): word for word in given.overrides}
+    if given.multirun or typed.get("resume.path") != "resume.path=auto" or "hydra.run.dir" not in typed:
         return
     folder = OverridesParser.create().parse_override(typed["hydra.run.dir"]).value()
     saved = Path(str(folder)) / ".hydra"
@@ -65,7 +66,7 @@ def add_own_keys() -> None:
         if name.partition(".")[0] not in ("hydra", "resume") and word != own.get(name)
     ]
     sys.argv[1:1] = ["hydra.mode=RUN", *kept]  # the run may be a job of a sweep
-    if not {"--config-dir", "-cd"} & set(sys.argv):
+    if given.config_dir is None:
         sys.argv += more
     if (kept or differing) and is_first_rank():
         changed = f"; different here: {' '.join(differing)}" if differing else ""

@@ -130,7 +130,7 @@ class Display:
             if row.finish is None:
                 text = text.rstrip("\N{REPLACEMENT CHARACTER}")
             self._out.write(text[self._written :])
-            self._written = max(self._written, len(text))
+            self._written = len(text)
             if row.finish is None:
                 break
             self._out.write("\n")

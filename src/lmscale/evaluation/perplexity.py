@@ -34,8 +34,7 @@ class Perplexity:
     @classmethod
     def of(cls, losses: Sequence[float], num_targets: int, num_words: int) -> "Perplexity":
         """Sum the losses of parts of the text exactly, independently of their order."""
-        loss_sum = math.inf if math.inf in losses else math.fsum(losses)
-        return cls(loss_sum, num_targets, num_words)
+        return cls(math.fsum(losses), num_targets, num_words)
 
     @property
     def paper(self) -> float:
