@@ -1,12 +1,13 @@
-"""What the rows of `analysis/benchmarks/h200.sh` will show, by the planner, written before any of them ran.
+"""What the rows of `analysis/benchmarks/h200.sh` show, by the planner.
 
     python analysis/benchmarks/forecast.py                # the rows, what binds in them, and what changes would give
     python analysis/benchmarks/forecast.py --card h100    # the rows that fit another card
     python analysis/benchmarks/forecast.py compare        # beside the records that are there
     python analysis/benchmarks/forecast.py fits COMMAND   # why the models of a command do not fit the card
 
-Sizes are those of the script's own commands (DRY_RUN=1). Nothing here was run on a GPU; the constants are those of
-analysis/scaling/records/roofline.json.
+Sizes are those of the script's own commands (DRY_RUN=1); the constants are those of
+analysis/scaling/records/roofline.json. The committed forecasts are older than the first run on a GPU and stay: a new
+one is only printed, or written to --record.
 """
 
 import argparse
@@ -270,16 +271,16 @@ def main() -> int:
     parser.add_argument("what", nargs="?", choices=("write", "compare", "fits"), default="write")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--gib", type=float, help="memory of the card, for `fits`")
-    parser.add_argument("--record", type=record_argument, help="default: that of the card")
+    parser.add_argument("--record", type=record_argument, help="file of a new forecast, or the one to compare")
     parser.add_argument("--results", type=Path, default=RECORDS, help="folder of the rows' records")
     options, words = parser.parse_known_args()
-    path = options.record or record_of(options.card)
     if options.what == "fits":
         print(left_out(words, options.card, options.gib) or "", end="")
         return 0
     if words:
         parser.error(f"unknown arguments: {' '.join(words)}")
     if options.what == "compare":
+        path = options.record or record_of(options.card)
         print(compare(json.loads(path.read_text(encoding="utf-8")), options.results, options.card))
         return 0
     record = forecast(options.card)
@@ -290,7 +291,7 @@ def main() -> int:
         print(f"{name:<34}" + ", ".join(f"{what} {word}" for what, word in zip(entries, words, strict=True)))
     for name, shares in record["config"]["goals"].items():
         print(f"{name:<16}" + ", ".join(f"{change} {share:.3f}" for change, share in shares.items()))
-    report(record, path)
+    report(record, options.record)
     return 0
 
 
