@@ -68,7 +68,7 @@ def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster
         ),
         (
             ["find_recompute=false", "model.attention=exact", *PAPER],
-            ["6.5 more than the 30.0", "model.recompute=selective"],
+            ["2.3 more than the 30.0", "model.recompute=selective"],
         ),
         (["precision=fp32", "cluster.peaks.fp32=null"], ["`precision.dtype` must be one of fp64, fp16 on dgx2h_v100"]),
         (

@@ -78,7 +78,7 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
     """The memory check of `train.py` on a machine with this much memory."""
     monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    workload = Workload.of(run, on_gpu=accelerator == "gpu")
+    workload = Workload.of(run, compiles=accelerator == "gpu", on_gpu=accelerator == "gpu")
     fit.check_memory(run.name, workload, resolve_layout(run.parallel, workload, None), None)
 
 
@@ -168,7 +168,7 @@ def test_the_cpu_cluster_reserves_the_same_memory_as_a_run() -> None:
 def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(composed, tmp_path, monkeypatch) -> None:
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
-    on_gpu, on_cpu = (Workload.of(run, on_gpu=word) for word in (True, False))
+    on_gpu, on_cpu = (Workload.of(run, compiles=word, on_gpu=word) for word in (True, False))
     layout = fit.Layout(tp_size=1, dp_size=1)
     needed = {}
     for mode in ("none", "selective", "full"):
