@@ -170,14 +170,15 @@ def _loss_bytes(job: Workload, layout: Layout) -> int:
     return total + max(piece * (e + wide), piece * e + weight * e)
 
 
-def _is_compiled(job: Workload, dtype: str | None = None) -> bool:
-    """Whether Inductor chooses what a layer keeps on a GPU, with `dtype` only for that type."""
-    return job.on_gpu and job.compiles and dtype in (None, job.dtype)
+def _is_compiled(job: Workload) -> bool:
+    """Whether Inductor chooses what a layer keeps on a GPU."""
+    return job.on_gpu and job.compiles
 
 
 def _mlp_bytes(job: Workload, layout: Layout) -> int:
-    """Input and output of the GELU that a layer keeps; with selective recomputation only the input."""
-    number = 1 if job.config.recompute is Recompute.SELECTIVE or _is_compiled(job, "fp8") else 2
+    """Input and output of the GELU that a layer keeps; only the input where the output is computed again."""
+    gelu_again = job.config.recompute is Recompute.SELECTIVE or (_is_compiled(job) and job.dtype == "fp8")
+    number = 1 if gelu_again else 2
     return number * job.config.ffn_size * job.tokens * job.weight_bytes // layout.tp_size
 
 
@@ -185,7 +186,7 @@ def _layer_bytes(job: Workload, layout: Layout) -> int:
     """Activations that one layer keeps without full recomputation."""
     config, e, own = job.config, job.weight_bytes, job.own_tokens(layout) * job.config.hidden_size
     num_norms, width = config.placement.num_layer_norms, config.padded_width(layout.tp_size)
-    norms_again = _is_compiled(job, "fp8") or (_is_compiled(job) and layout.cuts_sequence)
+    norms_again = _is_compiled(job) and (job.dtype == "fp8" or layout.cuts_sequence)
     num_inputs = (0 if config.placement.before else 1) if norms_again else 2  # of QKV and MLP, beside the LayerNorms'
     num_bytes = (num_norms + num_inputs) * own * e
     num_bytes += 4 * width * job.tokens * e // layout.tp_size + _mlp_bytes(job, layout)
