@@ -264,11 +264,11 @@ def compare(forecasts: dict, folder: Path, card: str = "h200") -> str:
 
 
 def main() -> int:
-    """Write the forecast and print it, or compare it."""
+    """Print the forecast, or compare it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("what", nargs="?", choices=("write", "compare", "fits"), default="write")
+    parser.add_argument("what", nargs="?", choices=("print", "compare", "fits"), default="print")
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--gib", type=float, help="memory of the card, for `fits`")
     parser.add_argument("--record", type=record_argument, help="file of a new forecast, or the one to compare")
