@@ -280,7 +280,7 @@ def _serve(rank: int, folder: str, connection: Connection) -> None:
         )
         try:
             answer: Any = _detached(function(context)), communicator.events
-        except Exception:
+        except Exception:  # the notebook raises it
             answer = traceback.format_exc()
         connection.send_bytes(cloudpickle.dumps(answer))
 
