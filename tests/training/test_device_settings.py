@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.training import accelerator, resolve
+from lmscale.training import accelerator, kernel_choice, resolve
 from lmscale.training.checkpoints import resuming
 from lmscale.training.runtime import cpu_settings, gpu_settings
 
@@ -62,7 +62,7 @@ def environment(monkeypatch) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in accelerator.ALLOCATOR_VARIABLES}
     monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(accelerator, "_cuda_graphs", set())
-    monkeypatch.setattr(accelerator, "_determinism", set())
+    monkeypatch.setattr(kernel_choice, "_determinism", set())
 
 
 @pytest.mark.parametrize("name", accelerator.ALLOCATOR_VARIABLES)
@@ -84,10 +84,10 @@ def test_a_sweep_over_cuda_graphs_is_refused_because_its_jobs_share_the_allocato
 
 
 def test_a_sweep_over_deterministic_is_refused_because_cublas_reads_its_setting_once() -> None:
-    accelerator.check_determinism(False)
-    accelerator.check_determinism(False)
+    kernel_choice.check_determinism(False)
+    kernel_choice.check_determinism(False)
     with pytest.raises(ValueError, match="`deterministic` must be the same for all jobs of a sweep"):
-        accelerator.check_determinism(True)
+        kernel_choice.check_determinism(True)
 
 
 @pytest.mark.parametrize("requested", ["auto", "gpu"])

@@ -1,6 +1,8 @@
 """`compile=auto` and `model.attention=auto`: what they choose, that ranks agree, and that a resumed run keeps it."""
 
 import dataclasses
+import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,15 +14,16 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Layout, Recompute
-from lmscale.config.pretrain import RunConfig
 from lmscale.kernels import PLAIN, Kernels
+from lmscale.launcher import World
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
+from lmscale.planner.flops import model_flops_per_step
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
 from lmscale.training.checkpoints import resuming
 from lmscale.training.checkpoints.resuming import kept_metadata
-from lmscale.training.kernel_choice import choose_kernels, compiling_pays, keep_compile, resolve_attention
-from lmscale.training.resolve import resolve
+from lmscale.training.kernel_choice import keep_compile, resolve_attention
+from lmscale.training.resolve import check, resolve
 
 
 @pytest.fixture
@@ -29,34 +32,36 @@ def two_cores(monkeypatch) -> None:
     monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: True)
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("model=gpt_tiny",),
-        ("model=bert_tiny",),
-        ("model=gpt_355m", "precision=bf16", "global_batch_size=8", "trainer.max_steps=20"),
-        ("model=gpt_355m", "precision=fp64"),
-        ("model=gpt_355m", "precision=fp16"),
-    ],
-)
-def test_short_runs_and_types_that_gain_nothing_stay_eager_on_a_cpu(two_cores, overrides) -> None:
-    assert not compiling_pays(composed(*overrides), 1)
+@pytest.fixture
+def compiles(two_cores, monkeypatch) -> Callable[..., bool]:
+    """Whether a run is compiled on hosts of two cores."""
+
+    def ask(*overrides: str, num_hosts: int = 1) -> bool:
+        world = World("torchrun", size=num_hosts) if num_hosts > 1 else None
+        monkeypatch.setattr("lmscale.training.resolve.world_from_outside", lambda: world)
+        return check(composed("micro_batch_size=4", f"parallel.dp_size={num_hosts}", *overrides)).kernels.compiles
+
+    return ask
 
 
-def test_a_long_run_compiles_on_a_cpu_if_there_is_a_compiler(two_cores, monkeypatch) -> None:
-    run = composed("model=gpt_355m", "precision=bf16", "global_batch_size=8", "trainer.stop_after_steps=1")
-    assert compiling_pays(run, 1)
-    assert choose_kernels(on_gpu=False, pays_on_cpu=True) == Kernels(compiles=True)
-    assert choose_kernels(on_gpu=False, pays_on_cpu=True, compiles=False) == PLAIN
-    least = next(steps for steps in range(1, 99) if compiling_pays(change_steps(run, steps), 1))
-    assert least > 20  # 2.4 GFLOP per token
-    assert not compiling_pays(change_steps(run, least), 2) and compiling_pays(change_steps(run, 2 * least), 2)
+@pytest.mark.parametrize("overrides", [("trainer.max_steps=20",), ("precision=fp64",), ("precision=fp16",)])
+def test_short_runs_and_types_that_gain_nothing_stay_eager_on_a_cpu(compiles, overrides) -> None:
+    assert not compiles("model=gpt_tiny", "trainer.max_steps=1000000000", *overrides)
+
+
+def test_a_long_run_compiles_on_a_cpu_if_there_is_a_compiler(compiles, monkeypatch) -> None:
+    def long(steps: int, num_hosts: int = 1) -> bool:
+        steps = f"trainer.max_steps={steps}"
+        return compiles("model=gpt_tiny", "precision=bf16", steps, "trainer.stop_after_steps=1", num_hosts=num_hosts)
+
+    run = composed("model=gpt_tiny")
+    flops = model_flops_per_step(run.model.resolve(2000), run.data.seq_length, run.global_batch_size)
+    least = math.ceil(20 * 60 * 0.2e12 * 2 / flops)  # twenty minutes of two cores
+    assert long(least) and not long(least - 1)
+    assert long(2 * least, 2) and not long(2 * least - 2, 2)
+    assert not compiles("model=gpt_tiny", f"trainer.max_steps={least}", "compile=false")
     monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: False)
-    assert not compiling_pays(run, 1)
-
-
-def change_steps(run: RunConfig, steps: int) -> RunConfig:
-    return dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, max_steps=steps))
+    assert not long(least)
 
 
 def test_without_a_compiler_or_headers_none_is_found(monkeypatch, tmp_path) -> None:

@@ -14,7 +14,8 @@ from runs import tiny_run
 
 from lmscale.config import Layout, Recompute
 from lmscale.config.layout import ParallelConfig
-from lmscale.data.sampler import Blend, RunSamples
+from lmscale.data import sampler
+from lmscale.data.sampler import Blend, RunSamples, resolve_validation
 from lmscale.launcher import World
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
@@ -216,7 +217,7 @@ def corpus_of(monkeypatch) -> Callable[..., None]:
             samples.scored = range(num_samples or sum(available))
             return samples
 
-        monkeypatch.setattr(resolve, "samples_of", build)
+        monkeypatch.setattr(sampler, "samples_of", build)
 
     return simulate
 
@@ -228,7 +229,7 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
     run = composed_run(f"model={recipe}")
     trainer, size = run.trainer, run.global_batch_size
     if trainer.num_validation_samples == "auto":
-        number = resolve.resolve_validation(run, None, on_gpu=True)
+        number = resolve_validation(run, None, on_gpu=True)
         most = 3 * size * trainer.validate_every_steps // 20
         assert number == (None if available <= most else most)
     else:  # a tiny model, of which a corpus must have as many
@@ -239,14 +240,14 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
 def test_a_validation_only_at_the_ends_of_a_run_is_bounded_by_the_steps_of_the_run(every: int, corpus_of) -> None:
     corpus_of(PAPERS_CORPUS)
     run = composed_run("model=gpt_2.5b", "trainer.max_steps=10", f"trainer.validate_every_steps={every}")
-    assert resolve.resolve_validation(run, None, on_gpu=True) == 768  # 5 % of 3 x 10 x 512
+    assert resolve_validation(run, None, on_gpu=True) == 768  # 5 % of 3 x 10 x 512
 
 
 def test_a_bounded_validation_takes_of_each_dataset_what_its_weight_allows(corpus_of) -> None:
     run = composed_run("model=gpt_2.5b", "trainer.validate_every_steps=10")  # at most 768 sequences
     for available, number in (((384, 900), 768), ((383, 900), 766), ((100, 900), 200), ((67, 700), None)):
         corpus_of(*available)
-        found = resolve.resolve_validation(run, None, on_gpu=True)
+        found = resolve_validation(run, None, on_gpu=True)
         assert found == number, available
 
 
@@ -255,8 +256,8 @@ def test_a_longer_validation_on_a_gpu_needs_a_higher_share(keys, corpus_of) -> N
     corpus_of(PAPERS_CORPUS)
     run = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in keys))
     with pytest.raises(ValueError, match="^`trainer.num_validation_samples` must be at most 76,800 with trainer.max_"):
-        resolve.resolve_validation(run, None, on_gpu=True)
+        resolve_validation(run, None, on_gpu=True)
     wanted = run.trainer.num_validation_samples
-    assert resolve.resolve_validation(run, None, on_gpu=False) == wanted
+    assert resolve_validation(run, None, on_gpu=False) == wanted
     allowed = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in (*keys, "max_validation_share=0.8")))
-    assert resolve.resolve_validation(allowed, None, on_gpu=True) == wanted
+    assert resolve_validation(allowed, None, on_gpu=True) == wanted

@@ -130,11 +130,13 @@ def family_of(name: str) -> Family:
 
 
 def check_loads(name: str) -> None:
-    """Import the model, the loss and the samples that a family names; they import torch.
+    """Import the model, the loss and the samples that a family of the user's names; they import torch.
 
     Raises:
         ValueError: one of them fails to load.
     """
+    if name in BUILT_IN:
+        return
     family = family_of(name)
     for path in (family.model, family.loss, family.samples):
         try:

@@ -1,13 +1,15 @@
-"""The samples of a run and their global order, a function of the seed alone: blended, divided among data ranks."""
+"""The samples of a run, how many are scored, and their global order: a function of the seed alone."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..config.data import DataConfig
+from ..config.pretrain import RunConfig
+from ..config.validation import describe_excess, most_samples
 from .permutation import Permutation
 from .prepared import PreparedCorpus
 
@@ -255,3 +257,30 @@ class RunSamples:
             size = self.num_steps * self.global_batch_size
             return BlendedBatchSampler(size, *place, datasets=self.train, blend=self.blend)
         return GlobalBatchSampler(len(self.train[0]), *place)
+
+
+def samples_of(run: RunConfig, corpus: PreparedCorpus, num_validation: int | None) -> RunSamples:
+    """The run's samples in their order; see `RunSamples` for errors."""
+    return RunSamples(corpus, run.data, run.seed, run.global_batch_size, run.trainer.max_steps, num_validation)
+
+
+def resolve_validation(
+    run: RunConfig, corpus: PreparedCorpus, on_gpu: bool, resumed: dict[str, Any] | None = None
+) -> int | None:
+    """How many sequences are scored each time; None: all.
+
+    Args:
+        resumed: configuration of the run that a checkpoint continues, whose number `auto` keeps.
+
+    Raises:
+        ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
+            much of a GPU's time.
+    """
+    wanted, size = run.trainer.num_validation_samples, run.global_batch_size
+    samples = samples_of(run, corpus, None if wanted == "auto" else wanted)
+    if wanted == "auto":
+        kept = (resumed or {}).get("trainer", {}).get("num_validation_samples", "auto")
+        return samples.at_most(most_samples(run.trainer, size)) if kept == "auto" else kept
+    if on_gpu and (costly := describe_excess(run.trainer, len(samples.scored), size)):
+        raise ValueError(costly)
+    return wanted

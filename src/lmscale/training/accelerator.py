@@ -12,7 +12,6 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today
 EXPANDABLE = "expandable_segments:True"
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 _cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
-_determinism: set[bool] = set()  # likewise
 
 
 def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
@@ -66,19 +65,6 @@ def _driver_version() -> str:
         return re.search(r"\d+\.\d[\d.]*", DRIVER.read_text(encoding="utf-8"))[0]
     except (OSError, TypeError):  # no such file, or no number in it
         return "unknown"
-
-
-def check_determinism(deterministic: bool) -> None:
-    """Refuse a second job of this process whose `deterministic` differs, where the process itself computes on a GPU.
-
-    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG`, which Lightning sets for a deterministic job, only once.
-
-    Raises:
-        ValueError: jobs with and without it.
-    """
-    _determinism.add(deterministic)
-    if len(_determinism) > 1:
-        raise ValueError("`deterministic` must be the same for all jobs of a sweep, which share the GPU's cuBLAS")
 
 
 def set_allocator(cuda_graphs: bool = False) -> None:

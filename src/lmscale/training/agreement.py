@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import CheckpointError, read_metadata
+from ..checkpoint import CheckpointError, check_model, read_metadata
 from ..config import TransformerConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..kernels import Kernels
@@ -81,16 +81,18 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
         raise CheckpointError(problem)
     path, resumes = agree_on_checkpoint(run, session.folder, chosen, strategy), False
     optimizer, schedule = job.optimizer, job.schedule
+    step, train_time_s = 0, 0.0
     if path is not None:
+        found = read_metadata(path)
         if path != job.checkpoint:  # under torchrun, or back to an older one
-            optimizer, schedule = check_fit(run, job.model, job.corpus.content_hash, path)
+            check_model(found, job.model.to_dict(), path)
+            if not run.resume.weights_only:
+                optimizer, schedule = check_fit(run, job.corpus.content_hash, path, found)
         resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
+        if resumes:
+            step, train_time_s = found.step, found.state.get("train_time_s", math.nan)
     session.watchdog.mark("the choice of kernels")
     model, kernels = agree_on_kernels(job, path if resumes else None, strategy)
-    step, train_time_s = 0, 0.0
-    if resumes:
-        metadata = read_metadata(path)
-        step, train_time_s = metadata.step, metadata.state.get("train_time_s", math.nan)
     return Agreement(path, resumes, step, train_time_s, optimizer, schedule, model, kernels)
 
 

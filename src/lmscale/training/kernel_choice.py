@@ -1,4 +1,4 @@
-"""The kernels and the attention of a run: `compile`, `kernels` and `model.attention`, with `auto` resolved."""
+"""The kernels and the attention of a run: `compile`, `kernels`, `cuda_graphs`, `deterministic`, `model.attention`."""
 
 import os
 import shutil
@@ -9,8 +9,6 @@ from typing import Any
 
 from ..config.pretrain import RunConfig
 from ..kernels import Kernels, apex_problem
-from ..planner.flops import model_flops_per_step
-from ..planner.workload import STAND_IN_VOCAB_SIZE
 
 # From analysis/benchmarks/records/attention_cpu.json, two cores: a compiled step in bf16 takes 15 to 39 % less time
 # than eager sdpa, and the compiler takes up to 35 s with an empty cache. An eager step computes up to 0.18 TFLOP/s per
@@ -20,13 +18,15 @@ FLOPS_PER_S_PER_CORE = 0.2e12
 LEAST_SECONDS = 20 * 60
 GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+_determinism: set[bool] = set()  # of the jobs of this process so far
 
 
-def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, num_hosts: int) -> tuple[Kernels, str | None, str]:
+def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, flops: int) -> tuple[Kernels, str | None, str]:
     """The kernels; the attention, None where it has to be measured; and the choice of `compile` in words.
 
     Args:
         kept: metadata of the checkpoint whose kernels the run keeps, or None.
+        flops: of the whole run on each host, about.
 
     Raises:
         ValueError: what this machine cannot compute with.
@@ -36,7 +36,7 @@ def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, num_hosts: int) -> 
         on_gpu=on_gpu,
         kernels=run.kernels,
         compiles=kept_compile,
-        pays_on_cpu=compiling_pays(run, num_hosts),
+        pays_on_cpu=compiling_pays(run.precision.dtype, flops),
         cuda_graphs=run.cuda_graphs,
         dtype=run.precision.dtype,
     )
@@ -85,18 +85,19 @@ def choose_kernels(
     return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
 
 
-def compiling_pays(run: RunConfig, num_hosts: int) -> bool:
-    """Whether a run on CPUs is long enough for compilation to save time, by its whole length (`trainer.max_steps`).
+def compiling_pays(dtype: str, flops: int) -> bool:
+    """Whether a run on CPUs is long enough for compilation to save time.
 
     A partial run (`trainer.stop_after_steps`, a resumed one) makes the same decision as the whole run on the same
     number of cores, so that it computes the same bits. fp64, which is there for exactness, and fp16, which CPUs
     emulate, are not compiled.
+
+    Args:
+        flops: of the whole run (`trainer.max_steps`) on each host.
     """
-    if run.precision.dtype not in ("fp32", "bf16") or not _has_compiler():
+    if dtype not in ("fp32", "bf16") or not _has_compiler():
         return False
-    config = run.model.resolve(STAND_IN_VOCAB_SIZE)
-    flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
-    return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * num_hosts * (os.cpu_count() or 1)
+    return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * (os.cpu_count() or 1)
 
 
 def _has_compiler(on_gpu: bool = False) -> bool:
@@ -191,3 +192,16 @@ def check_cuda_graphs(
     for reason, applies in reasons.items():
         if kernels.cuda_graphs and applies:
             raise ValueError(f"`cuda_graphs` must be false {reason}, but is true")
+
+
+def check_determinism(deterministic: bool) -> None:
+    """Refuse a second job of this process whose `deterministic` differs, where the process itself computes on a GPU.
+
+    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG`, which Lightning sets for a deterministic job, only once.
+
+    Raises:
+        ValueError: jobs with and without it.
+    """
+    _determinism.add(deterministic)
+    if len(_determinism) > 1:
+        raise ValueError("`deterministic` must be the same for all jobs of a sweep, which share the GPU's cuBLAS")

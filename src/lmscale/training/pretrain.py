@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..data.datamodule import PretrainDataModule
 from ..data.prepare import warn_of_repetition
+from ..data.sampler import samples_of
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
 from .announcement import warn_of_costly_validation, warn_of_slow_type
@@ -18,7 +19,7 @@ from .checkpoints.resuming import check_data_digest
 from .events import optional_loggers
 from .metrics_file import MetricsFile
 from .module import PretrainModule
-from .resolve import ResolvedRun, samples_of
+from .resolve import ResolvedRun
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .runtime.device_memory import check_free_memory
 from .runtime.exit_codes import DONE

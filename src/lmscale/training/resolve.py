@@ -12,17 +12,17 @@ from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
 from ..config.pretrain import RunConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
-from ..config.validation import describe_excess, most_samples
 from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
-from ..data.sampler import RunSamples
+from ..data.sampler import resolve_validation
 from ..data.tokenizer import check_tokenizer
 from ..kernels import Kernels
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
-from ..planner.workload import Workload
+from ..planner.flops import model_flops_per_step
+from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from . import accelerator, fit
 from .job import Job
-from .kernel_choice import check_cuda_graphs, resolve_kernels
+from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
 from .runtime.run_lock import check_not_in_use
 
 
@@ -74,13 +74,17 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
     model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
     batch = run.check_layout(checked.layout, model)
-    resumed = None if run.resume.weights_only else checked.checkpoint
-    num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed)
-    optimizer, schedule = run.optimizer, run.schedule
+    optimizer, schedule, resumed = run.optimizer, run.schedule, None
     if checked.checkpoint is not None:
+        from ..checkpoint import check_model, read_metadata
         from .checkpoints.resuming import check_fit
 
-        optimizer, schedule = check_fit(run, model, corpus.content_hash, checked.checkpoint)
+        found = read_metadata(checked.checkpoint)
+        check_model(found, model.to_dict(), checked.checkpoint)
+        if not run.resume.weights_only:
+            resumed = found
+            optimizer, schedule = check_fit(run, corpus.content_hash, checked.checkpoint, found)
+    num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed and resumed.run)
     decided = vars(checked) | {"model": model, "files": files or {}}
     return ResolvedRun(
         **decided,
@@ -105,26 +109,27 @@ def check(run: RunConfig) -> CheckedRun:
     """
     world = world_from_outside()
     check_paths(run, world)
+    check_loads(run.model.family)
     device = accelerator.resolve_accelerator(run.trainer.accelerator)
     on_gpu = device == "gpu"
     if on_gpu:
         accelerator.set_allocator(run.cuda_graphs)
+    checkpoint, kept, folder = None, None, Path(run.run_dir)
     if is_first_rank():
-        check_not_in_use(Path(run.run_dir))
-    is_new, checkpoint, kept = run.resume.path == "none" and not is_restart(), None, None
-    if not is_new:
-        from .checkpoints.resuming import find_checkpoint, kept_metadata
+        check_not_in_use(folder)
+    if run.resume.path != "none" or is_restart() or (folder.is_dir() and any(folder.iterdir())):
+        from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
 
         checkpoint = find_checkpoint(run)
         kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
-    kernels, attention, choice = resolve_kernels(run, on_gpu, kept, (world or World()).num_hosts)
+    some_model = run.model.resolve(STAND_IN_VOCAB_SIZE)
+    flops = run.trainer.max_steps * model_flops_per_step(some_model, run.data.seq_length, run.global_batch_size)
+    kernels, attention, choice = resolve_kernels(run, on_gpu, kept, flops // (world or World()).num_hosts)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(run, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
     layout = fit.resolve_layout(run.parallel, workload, world)
     run.check_layout(layout)
-    if on_gpu and layout.world_size == 1:
-        accelerator.check_determinism(run.deterministic)
     fit.check_host(run, layout, world)
     workload = fit.resolve_recompute(run, workload, layout)
     fit.check_memory(run.name, workload, layout, world)
@@ -132,12 +137,9 @@ def check(run: RunConfig) -> CheckedRun:
         fit.check_copies("parallel.zero1" if layout.zero1 else "checkpoint.async", workload, layout, world)
     recompute = workload.config.recompute.value
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
+    if on_gpu and layout.world_size == 1:
+        check_determinism(run.deterministic)
     check_tokenizer(run.tokenizer, run.model.family)
-    check_loads(run.model.family)
-    if is_new:  # only now, because this imports torch
-        from .checkpoints.resuming import find_checkpoint
-
-        find_checkpoint(run)  # refuses a run folder that has one
     return CheckedRun(
         run=run,
         layout=layout,
@@ -169,31 +171,3 @@ def check_paths(run: RunConfig, world: World | None) -> None:
         )
     if not is_restart() and path not in ("none", "auto") and not Path(path).exists():
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
-
-
-def resolve_validation(
-    run: RunConfig, corpus: PreparedCorpus, on_gpu: bool, checkpoint: str | None = None
-) -> int | None:
-    """How many sequences are scored each time; None: all. `auto` keeps those of a checkpoint.
-
-    Raises:
-        ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
-            much of a GPU's time.
-    """
-    wanted, size = run.trainer.num_validation_samples, run.global_batch_size
-    samples = samples_of(run, corpus, None if wanted == "auto" else wanted)
-    if wanted == "auto":
-        number = "auto"
-        if checkpoint is not None:
-            from ..checkpoint import read_metadata
-
-            number = read_metadata(checkpoint).run.get("trainer", {}).get("num_validation_samples", "auto")
-        return samples.at_most(most_samples(run.trainer, size)) if number == "auto" else number
-    if on_gpu and (costly := describe_excess(run.trainer, len(samples.scored), size)):
-        raise ValueError(costly)
-    return wanted
-
-
-def samples_of(run: RunConfig, corpus: PreparedCorpus, num_validation: int | None) -> RunSamples:
-    """The run's samples in their order; see `RunSamples` for errors."""
-    return RunSamples(corpus, run.data, run.seed, run.global_batch_size, run.trainer.max_steps, num_validation)

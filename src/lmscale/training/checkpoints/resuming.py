@@ -14,7 +14,6 @@ from ...checkpoint import (
     CheckpointMetadata,
     CheckpointVersionError,
     check_files,
-    check_model,
     checkpoint_step,
     find_damage,
     list_checkpoints,
@@ -22,7 +21,6 @@ from ...checkpoint import (
     set_aside,
 )
 from ...checkpoint.metadata import latest_checkpoint
-from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
@@ -106,22 +104,19 @@ def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | 
 
 
 def check_fit(
-    run: RunConfig, config: TransformerConfig, corpus_hash: str, path: str
+    run: RunConfig, corpus_hash: str, path: str, metadata: CheckpointMetadata
 ) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """Check that a run fits the checkpoint it resumes from; returns its optimizer and schedule.
+    """Check that a run fits the checkpoint of its model that it resumes from; returns its optimizer and schedule.
 
     Args:
         corpus_hash: hash of the tokenized training text.
+        path, metadata: of the checkpoint.
 
     Raises:
-        CheckpointError: the model, its initial weights or the data differ; every difference is listed. The checkpoint
-            is past the end of the run.
+        CheckpointError: the initial weights or the data differ; every difference is listed. The checkpoint is past the
+            end of the run.
         ScheduleDiffersError: the rates so far or the optimizer differ under `resume.schedule=assert`.
     """
-    metadata = read_metadata(path)
-    check_model(metadata, config.to_dict(), path)
-    if run.resume.weights_only:
-        return run.optimizer, run.schedule
     name = Path(path).name
     if not metadata.optimizer:
         raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
