@@ -4,7 +4,6 @@ Legend: as in `operations.py`; own tokens of a rank outside the parallel region,
 b s / p.
 """
 
-import dataclasses
 from typing import Any
 
 from ..config import Layout, Recompute
@@ -150,11 +149,11 @@ class LayerCounts:
         """With sequence parallelism the input is gathered again: `again` are read, written and launches of its copy,
         for the MLP in the kernel of a LayerNorm."""
         of_input, of_weight = self._gradients(name, rows, out, inner)
-        of_weight = dataclasses.replace(of_weight, starts=INPUT_GRADIENTS)
+        of_weight = of_weight._replace(starts=INPUT_GRADIENTS)
         if not self._cuts_sequence:
             return [of_input, of_weight]
         copied = Operation(f"{x}, again", "backward", *again)
-        of_input = dataclasses.replace(of_input, starts=INPUTS_AGAIN)
+        of_input = of_input._replace(starts=INPUTS_AGAIN)
         return [copied, of_input, *self._gathered(of_weight, INPUTS_AGAIN, starts=INPUT_GRADIENTS)]
 
     def _gathered(self, product: Operation, what: str, starts: str | None = None) -> list[Operation]:
@@ -167,10 +166,10 @@ class LayerCounts:
             return [product]
         messages = {"starts": what if starts is None else starts, "needs": what}
         if not self.float8:
-            return [dataclasses.replace(product, **messages)]
+            return [product._replace(**messages)]
         read = self.tokens * self.width * self.e
         found = Operation(product.name + MAGNITUDE, product.phase, read, 0, 2, **messages)
-        return [found, dataclasses.replace(product, starts="")]
+        return [found, product._replace(starts="")]
 
     def _core(self, phase: str) -> list[Operation]:
         s, d, number, e = self.seq_length, self.config.head_size, self.batch_heads, self.e

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..config import Layout, Recompute
 from ..partition import UPDATED_AT_ONCE_ON_GPU, rows_at_once
-from .params import copied_parameters, distinct_stages, rank_parameters
+from .params import copied_parameters, distinct_stages, num_rank_parameters, rank_parameters
 from .workload import FP32_BYTES, HALF_BYTES, Workload
 
 GIB = 2**30
@@ -123,7 +123,7 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     """
     config, e, h, own = job.config, job.weight_bytes, job.config.hidden_size, job.own_tokens(layout)
     is_first, is_last, is_half = stage == 0, stage == layout.pp_size - 1, e < FP32_BYTES
-    num_parameters = sum(each.size for each in rank_parameters(config, layout, stage))
+    num_parameters = num_rank_parameters(config, layout, stage)
     num_updated = -(-num_parameters // (layout.dp_size if layout.cuts_optimizer else 1))
     num_parameters += copied_parameters(config, layout, stage)
     layer, input_bytes = _layer_bytes(job, layout), own * h * e

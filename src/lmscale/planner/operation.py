@@ -3,8 +3,8 @@
 Legend: s sequence, d head size.
 """
 
-import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.cluster import Cluster
 
@@ -71,8 +71,7 @@ class Core:
         return padded / (rate * self.seq_length / (self.seq_length + half))
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """A number of equal operations of one rank in one step; without `work` one pass or several over tensors.
 
     Args:
@@ -128,7 +127,7 @@ class Operation:
 
 def times(number: int, operation: Operation) -> Operation:
     """The operation, `number` times as often."""
-    return dataclasses.replace(operation, count=number * operation.count)
+    return operation._replace(count=number * operation.count)
 
 
 def product(name: str, phase: str, m: int, n: int, k: int, e: int, float8: bool = False, batch: int = 1) -> Operation:

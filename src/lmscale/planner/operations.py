@@ -7,7 +7,6 @@ The rows of a layer are the kernels that torch.compile generates for it on a GPU
 compares both. Around the layers operations run one by one. Collectives are in `communication.py`.
 """
 
-import dataclasses
 from collections import Counter
 
 from ..config import Layout, Recompute
@@ -126,7 +125,7 @@ def _update(job: Workload, layout: Layout, stage: int) -> list[Operation]:
     e, wide, parameters = job.weight_bytes, job.wide_bytes, rank_parameters(job.config, layout, stage)
     n, num_added = sum(each.size for each in parameters), job.num_micro_batches(layout) - 1
     added = Operation("gradient buffer", "gradients", n * (e + wide), n * wide, len(parameters))
-    found = [dataclasses.replace(added, read=n * e)]  # the first micro-batch is copied, the others are added
+    found = [added._replace(read=n * e)]  # the first micro-batch is copied, the others are added
     if num_added:
         found.append(times(num_added, added))
     n //= rank_buffer(job.config, layout, stage).num_cuts

@@ -92,6 +92,12 @@ def rank_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
+def num_rank_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> int:
+    """Elements of `rank_parameters` together, for searches over many layouts."""
+    return sum(each.size for each in rank_parameters(config, layout, stage))
+
+
 def copied_parameters(config: TransformerConfig, layout: Layout, stage: int) -> int:
     """Elements of the copy of the word embedding that a rank of the last of several stages holds."""
     is_copy = layout.pp_size > 1 and stage == layout.pp_size - 1
