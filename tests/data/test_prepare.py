@@ -54,12 +54,15 @@ def windows(prepared, split: str, seq_length: int) -> GPTDataset:
 
 def test_windows_overlap_by_one_and_predict_every_token_once(tmp_path) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, "gpt")
-    dataset, tokens = windows(prepared, "train", 17), first_dataset(prepared).tokens
-    batch = dataset.batch(np.zeros(len(dataset), dtype=np.int64), np.arange(len(dataset)))
-    labels = batch["labels"].reshape(-1)
-    assert np.array_equal(labels, tokens[1 : 1 + len(labels)])
-    assert len(tokens) - 1 - len(labels) < 17
-    assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    num_tokens = prepared.manifest["train"]["tokens"]
+    divisor = next(number for number in range(2, num_tokens) if num_tokens % number == 0)
+    for seq_length in (17, divisor):
+        dataset, tokens = windows(prepared, "train", seq_length), first_dataset(prepared).tokens[:num_tokens]
+        batch = dataset.batch(np.zeros(len(dataset), dtype=np.int64), np.arange(len(dataset)))
+        labels = batch["labels"].reshape(-1)
+        assert np.array_equal(labels, tokens[1 : 1 + len(labels)])
+        assert len(tokens) - 1 - len(labels) < seq_length
+        assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
 
 
 def test_a_special_token_in_a_text_is_plain_text(tmp_path) -> None:
