@@ -15,10 +15,10 @@ Not seen by this check: the weight decay.
 
 import argparse
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def parts_of(model: nn.Module) -> dict[str, tuple[nn.Module, Callable[[Tensor], 
         return attention.scores(*attention.split_heads(qkv)[:2])
 
     for end, layer in {"first": layers[0], "last": layers[-1]}.items():
-        found[f"{end} scores"] = layer.attention.qkv, partial(scores, layer.attention)
+        found[f"{end} scores"] = layer.attention.qkv, functools.partial(scores, layer.attention)
         found |= {f"{end} {name}": (getattr(layer, name), Tensor.clone) for name in ("attention", "mlp")}
     if hasattr(model, "order_head"):
         found["sentence order"] = model.order_head, Tensor.clone
@@ -151,18 +151,21 @@ def check(config: RunConfig, axes: dict[str, list[int]], seeds: int, steps: int,
     model, rows = config.model, []
     own = {"width": model.hidden_size, "depth": min(axes["depth"], default=model.num_layers)}
     own["head size"] = model.head_size
+
+    @functools.cache
+    def moves_at(size: tuple[int, ...]) -> dict[str, float]:
+        runs = [moves(resized(config, *size), config.optimizer, s, steps, readout_steps) for s in range(seeds)]
+        found = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+        still = [name for name, value in found.items() if not 0 < value < math.inf]
+        if still:
+            raise ValueError(
+                f"`optimizer.lr` must move every part by a finite distance, but with {config.optimizer.lr:g} the "
+                f"{still[0]} moves by {found[still[0]]} at hidden size {size[0]} and {size[1]} layers"
+            )
+        return found
+
     for axis, lengths in axes.items():
-        sizes = [tuple((own | {axis: length}).values()) for length in lengths]
-        by_size = []
-        for size in sizes:
-            runs = [moves(resized(config, *size), config.optimizer, s, steps, readout_steps) for s in range(seeds)]
-            by_size.append({name: float(np.mean([run[name] for run in runs])) for name in runs[0]})
-            still = [name for name, value in by_size[-1].items() if not 0 < value < math.inf]
-            if still:
-                raise ValueError(
-                    f"`optimizer.lr` must move every part by a finite distance, but with {config.optimizer.lr:g} the "
-                    f"{still[0]} moves by {by_size[-1][still[0]]} at hidden size {size[0]} and {size[1]} layers"
-                )
+        by_size = [moves_at(tuple((own | {axis: length}).values())) for length in lengths]
         for name in by_size[0] if by_size else ():
             values = [found[name] for found in by_size]
             rows.append(
