@@ -71,12 +71,16 @@ BAD = {
         ["resume=auto", "model=gpt_tiny", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
         "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",
     ),
+    "a new folder, by the path alone": (
+        ["++resume=auto", "model=gpt_tiny", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],
+        "to continue with resume=auto, but every start has a new one: /",
+    ),
     "a switch for a checkpoint": (
         ["resume=true"],
         "`resume` must be none, auto or the path of a checkpoint, but is true; did you mean `auto`?",
     ),
     "no checkpoint at all": (
-        ["resume=null"],
+        ["++resume=null"],
         "`resume` must be none, auto or the path of a checkpoint, but is null; did you mean `none`?",
     ),
     "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),

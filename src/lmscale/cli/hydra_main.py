@@ -85,7 +85,8 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         values["run_dir"] = str(Path(folder).absolute())
         values["overrides"] = list(hydra_config.overrides.task)
         values = literal_values.put_back(values)
-        if values.get("resume", {}).get("path") == "auto":
+        resume = values.get("resume")  # a group, or its `path` alone
+        if (resume.get("path") if isinstance(resume, dict) else resume) == "auto":
             _require_named_folder(hydra_config, folder)
         _task_is_running = True
         try:

@@ -155,11 +155,12 @@ class RunConfig(EntryConfig):
             ValueError: an unknown key, a missing key or a value of a different type, with its dotted name; sizes that
                 do not fit together.
         """
-        if isinstance(values.get("resume"), str):
-            values = values | {"resume": {"path": values["resume"]}}
-        path = (values.get("resume") or {}).get("path", "none")
+        if not isinstance(resume := values.get("resume", {}), dict):
+            resume = {"path": resume}
+        path = resume.get("path", "none")
         if path is None or isinstance(path, bool):  # `resume=true`
             refuse("resume", RESUME_RULE, path, f"; did you mean `{'auto' if path else 'none'}`?")
+        values = values | {"resume": resume}
         if isinstance(values.get("model"), dict):
             values = values | {"model": from_file(values["model"])}
         return super().from_dict(values)
