@@ -250,7 +250,7 @@ def test_a_killed_builder_neither_blocks_nor_leaves_files(tmp_path) -> None:
 def test_the_unfinished_file_of_another_users_process_stays(tmp_path, monkeypatch) -> None:
     path = cached_index(tmp_path, "gpt", ("fact",), _build).path
     path.unlink()
-    unfinished = tmp_path / f".{path.name}.unfinished_{os.uname().nodename}_1"
+    unfinished = tmp_path / f".{path.name}.unfinished_{os.uname().nodename}@1"
     unfinished.touch()
 
     def refuse(pid: int, number: int) -> None:
@@ -307,7 +307,7 @@ def test_builders_without_a_common_lock_do_not_disturb_each_other(tmp_path, monk
     monkeypatch.setattr(fcntl, "flock", refuse)
     path = cached_index(tmp_path, "gpt", (), _build).path
     path.unlink()
-    elsewhere = path.with_name(f".{path.name}.unfinished_otherhost_1")
+    elsewhere = path.with_name(f".{path.name}.unfinished_{os.uname().nodename}_b@1")  # of another host
     elsewhere.touch()
 
     def build(file) -> None:

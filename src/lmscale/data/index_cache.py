@@ -68,7 +68,7 @@ def _open(path: Path) -> StoredIndex:
 
 
 def _build(path: Path, build: Callable[[IO[bytes]], None]) -> None:
-    prefix = f".{path.name}.unfinished_{os.uname().nodename}_"
+    prefix = f".{path.name}.unfinished_{os.uname().nodename}@"  # a host name may have _, but no @
     for unfinished in path.parent.glob(f"{prefix}*"):  # other hosts' builders may be alive: locks do not reach them all
         if not _is_running(int(unfinished.name.removeprefix(prefix))):
             unfinished.unlink(missing_ok=True)
