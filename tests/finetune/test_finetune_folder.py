@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,14 +49,15 @@ def test_a_failed_save_keeps_the_results(tmp_path, ckpt, monkeypatch, capsys) ->
     assert re.fullmatch(r"error: checkpoint of step \d+ not saved: the disk is full\n", capsys.readouterr().err)
 
 
-def test_skipped_rows_of_a_file_with_two_uses_are_announced_once(tmp_path, ckpt, capsys) -> None:
-    path = tmp_path / "qqp_0.tsv"
-    run = make_run("qqp", tmp_path, ckpt, task__validation={"dev": str(path)})
+def test_skipped_rows_are_announced_once_per_file(tmp_path, ckpt, capsys) -> None:
+    path, copy = tmp_path / "qqp_0.tsv", tmp_path / "copy.tsv"
+    run = make_run("qqp", tmp_path, ckpt, task__validation={"dev": str(path), "copy": str(copy)})
     with open(path, "a", encoding="utf-8") as file:
         file.write("99\n")
+    shutil.copy(path, copy)
     assert run_here(run) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert notes == [f"note: {path}: 1 row skipped, not 6 columns: line 24"]
+    assert notes == [f"note: {place}: 1 row skipped, not 6 columns: line 24" for place in (path, copy)]
 
 
 def test_a_run_that_saves_checks_first_that_all_ranks_share_the_folder(tmp_path, ckpt, monkeypatch) -> None:

@@ -103,7 +103,7 @@ class RowReport:
     def notes(self) -> list[str]:
         """Return one line per reason for skipping rows, and per flaw of rows that were kept."""
         return [
-            f"{self.source}: {len(places)} row{'s' * (len(places) > 1)} {what}, {reason}: {list_some(places)}"
+            f"{len(places)} row{'s' * (len(places) > 1)} {what}, {reason}: {list_some(places)}"
             for what, found in (("skipped", self.skipped), ("kept", self.kept))
             for reason, places in found.items()
         ]

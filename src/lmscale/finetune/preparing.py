@@ -1,7 +1,7 @@
 """A checked finetuning job, and its data: each file is encoded once and cached under a hash of what it depends on."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tokenizers
@@ -15,7 +15,7 @@ from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 4  # incremented when the same rows give other features
+FEATURES_VERSION = 5  # incremented when the same rows give other features
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
 
 
@@ -32,11 +32,17 @@ class FinetuneJob(Job):
         """The training set; None if nothing is trained."""
         if self.train is None:
             return None
-        return load_features(self.train).first(self.run.trainer.max_train_examples)
+        return _load(self.train, self.run.task.train).first(self.run.trainer.max_train_examples)
 
     def scored_features(self) -> dict[str, Features]:
         """The sets to score, by name."""
-        return {name: load_features(folder) for name, folder in self.sets.items()}
+        return {name: _load(self.sets[name], place) for name, place in self.run.task.scored_sets().items()}
+
+
+def _load(folder: Path, place: str) -> Features:
+    """Load a set, whose notes get the place of this run: the cache may have encoded the same rows from another."""
+    features = load_features(folder)
+    return replace(features, notes=[f"{place}: {note}" for note in features.notes])
 
 
 def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_dir: Path) -> Path:
