@@ -15,11 +15,12 @@ TRAINED = TokenizerConfig("trained", vocab_size=300)
 
 def test_the_fingerprint_depends_on_the_suffix(tmp_path) -> None:
     body = b'{"text": "one two"}\n\n{"text": "three four"}\n'
-    for name in ("a.txt", "a.jsonl"):
+    corpora = {}
+    for name in ("a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.gz", "a.jsonl.zst"):
         (tmp_path / name).write_bytes(body)
-    text, lines = (open_corpus(local_config(tmp_path / name, tmp_path)) for name in ("a.txt", "a.jsonl"))
-    assert text.fingerprint != lines.fingerprint
-    assert lines.read().texts == ["one two", "three four"]
+        corpora[name] = open_corpus(local_config(tmp_path / name, tmp_path))
+    assert len({corpus.fingerprint for corpus in corpora.values()}) == len(corpora)
+    assert corpora["a.jsonl"].read().texts == ["one two", "three four"]
 
 
 def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:

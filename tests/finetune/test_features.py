@@ -1,6 +1,7 @@
 """Model inputs: pairs, RACE's options, SQuAD's windows, each against a plain construction."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -147,6 +148,10 @@ def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     place.write_text(place.read_text() + "99\t0\t0\ta\tb\t1\n")
     assert len(load_features(prepare_features(make_task("qqp"), str(place), tokenizer, cache))) == 6
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]
+    for suffix, rule in ((".jsonl", "line 1 must be JSON"), (".tsv.gz", "must be readable as UTF-8 text")):
+        other = shutil.copy(place, place.with_suffix(suffix))
+        with pytest.raises(ValueError, match=f"{other} {rule}"):
+            prepare_features(make_task("qqp"), str(other), tokenizer, cache)
 
 
 @pytest.mark.parametrize("name", ["tokens.npy", "features.json"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..config.data import DataConfig
 from ..text.documents import FileReport, ReadRules, read_documents, read_file, reason_of
 from ..text.formats import row_of
-from ..text.input_files import InputFiles, format_of, list_files
+from ..text.input_files import InputFiles, format_of, list_files, packing_of
 from .embedded import embedded_documents, embedded_fingerprint
 
 HUB_TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     files = list_files(Path(getattr(config, key)), f"data.{key}")
     hashes = {file.relative_to(files.root).as_posix(): _sha256(file) for file in files.paths}
     # The suffix determines how bytes become documents, so it is part of the fingerprint.
-    facts = [(format_of(name), digest) for name, digest in hashes.items()]
+    facts = [(f"{format_of(name)}{packing_of(name)}", digest) for name, digest in hashes.items()]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     skipped = f"data.{key}: {files.skipped}" if files.skipped else ""
     return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key), skipped)

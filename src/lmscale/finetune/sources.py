@@ -204,7 +204,8 @@ def fingerprint(task: TaskConfig, place: str) -> str:
     if is_on_hub(place):
         return load_hub(task, place)._fingerprint
     digest, path = hashlib.sha256(), Path(place)
-    digest.update(path.name.encode() if path.is_dir() else b"")  # RACE's middle and high name the level
+    # RACE's middle and high name the level; the suffix of a file determines how its bytes become rows.
+    digest.update((path.name if path.is_dir() else "".join(path.suffixes[-2:])).encode())
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             digest.update(repr((file.relative_to(path).as_posix(), file.stat().st_size)).encode())

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from .input_files import PACKED, format_of
+from .input_files import PACKED, format_of, packing_of
 
 MAX_ROW_BYTES = 2**30  # a row has to fit into memory several times over
 PARQUET_ROWS, PARQUET_BYTES = 64, 2**24  # decoded at once; some corpora store a whole book per row
@@ -99,11 +99,11 @@ def row_of(values: object, number: int, text_field: str) -> Row:
 @contextmanager
 def unpacked(raw: BinaryIO, name: str) -> Iterator[BinaryIO]:
     """Open the content of a stored file, which its suffix says is packed or not."""
-    name = name.lower()
-    if name.endswith((".gz", ".tgz")):
+    packing = packing_of(name)
+    if packing == ".gz":
         with gzip.GzipFile(fileobj=raw) as stream:
             yield io.BufferedReader(stream, 2**20)
-    elif name.endswith(".zst"):
+    elif packing == ".zst":
         yield io.BufferedReader(_ZstdStream(raw), 2**20)
     else:
         yield raw

@@ -38,9 +38,14 @@ def format_of(name: str) -> str | None:
         return None
     if name.endswith(".tgz"):
         return "tar"
-    for packing in _PACKINGS:
-        name = name.removesuffix(packing)
+    name = name.removesuffix(packing_of(name))
     return next(kind for suffix, kind in _FORMATS.items() if name.endswith(suffix))
+
+
+def packing_of(name: str) -> str:
+    """Return `.gz` or `.zst` by the suffix of a file's name; empty if it is not packed."""
+    name = name.lower()
+    return ".gz" if name.endswith(".tgz") else next((end for end in _PACKINGS if name.endswith(end)), "")
 
 
 def is_text(name: str) -> bool:
