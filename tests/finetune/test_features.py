@@ -67,6 +67,15 @@ def test_a_question_of_race_is_four_sequences_with_the_option_first(tmp_path) ->
     assert found.facts["groups"] == [("middle", "high")[n % 2] for n in range(40)]
 
 
+@pytest.mark.parametrize("name", ["race", "squad_v1"])
+def test_the_first_items_have_the_ids_of_their_examples(tmp_path, name) -> None:
+    found = features(tmp_path, name)
+    owners = range(len(found)) if found.window_examples is None else found.window_examples
+    assert (len(found) > len(found.ids)) == (name == "squad_v1")
+    for count in range(1, len(found)):
+        assert found.first(count).ids == list(dict.fromkeys(found.ids[owner] for owner in owners[:count]))
+
+
 def test_question_and_option_are_truncated(tmp_path) -> None:
     found = features(tmp_path, "race", max_qa_length=3)
     assert set(found.second_starts.tolist()) == {5}

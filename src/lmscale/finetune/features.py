@@ -62,6 +62,7 @@ class Features:
             starts=self.starts[: sequences + 1],
             second_starts=self.second_starts[:sequences],
             labels=self.labels[:count],
+            ids=self.ids[: count if self.window_examples is None else self.window_examples[count - 1] + 1],
         )
 
 
