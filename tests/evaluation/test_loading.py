@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,13 @@ def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_p
     assert same_weights(theirs.model, ours.model)
     assert saved_tokenizer(published).encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
     assert (theirs.path, theirs.step, theirs.checkpoint_id) == (published, 0, ours.checkpoint_id)
+
+
+def test_an_unusable_temporary_folder_is_an_error_of_all_ranks(tmp_path, monkeypatch) -> None:
+    published = export_hugging_face(save_gpt(tmp_path / "ours", gpt()), tmp_path / "published")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="No such file or directory: .*/none/lmscale_import_"):
+        load_model(published, PLAIN)
 
 
 def test_the_identity_depends_on_the_weights_and_not_on_the_path(tmp_path) -> None:

@@ -7,9 +7,9 @@ into a temporary folder by the importer, which compares the outputs of both impl
 import dataclasses
 import hashlib
 import json
-import shutil
 import socket
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -173,18 +173,18 @@ def _load_hugging_face(
 ) -> LoadedModel:
     """Convert on the first rank of each host into a temporary folder, which all ranks of the host read."""
     is_first = (world_from_outside() or World()).local_rank == 0
-    folder = tempfile.mkdtemp(prefix="lmscale_import_") if is_first else None
-    try:
-        convert = (lambda: import_hugging_face(path, Path(folder) / "model")) if is_first else lambda: None
-        written = agree(convert, context)
+    with ExitStack() as stack:
+
+        def convert() -> Path:
+            folder = tempfile.TemporaryDirectory(prefix="lmscale_import_", ignore_cleanup_errors=True)
+            return import_hugging_face(path, Path(stack.enter_context(folder)) / "model")
+
+        written = agree(convert if is_first else lambda: None, context)
         places = gather((socket.gethostname(), written), context)
         written = next(place for host, place in places if host == socket.gethostname() and place is not None)
         loaded = _load_ours(written, context, dtype, device)
         gather(None, context)  # all ranks have finished reading
         return dataclasses.replace(loaded, path=path)
-    finally:
-        if is_first:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, TransformerConfig]:
