@@ -189,6 +189,7 @@ def test_the_published_vocabularies_encode_as_in_transformers(tmp_path, shared_d
             {"added_tokens_decoder": {"7": {"wide": 1}}},
             "`added_tokens_decoder` of {}/tokenizer_config.json must give a",
         ),
+        ({"additional_special_tokens": 5}, "`additional_special_tokens` of {}/tokenizer_config.json must list tokens"),
         ({"added_tokens_decoder": ["NewWord"]}, "`added_tokens_decoder` of {}/tokenizer_config.json must give a token"),
     ],
 )
@@ -282,6 +283,7 @@ def test_lines_of_a_vocabulary_end_at_lf_alone(tmp_path, end: str, mark: str, re
         ("bert", "tokenizer_config.json", b"version https://git-lfs.github.com/spec/v1\n"),
         ("bert", "tokenizer_config.json", b"[]"),
         ("bert", "added_tokens.json", b"{"),
+        ("bert", "added_tokens.json", b'{"a": 1, "b": "2"}'),
         ("gpt2", "vocab.json", b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1042301\n"),
         ("gpt2", "vocab.json", b""),
         ("gpt2", "vocab.json", b'{"a": "b"}'),

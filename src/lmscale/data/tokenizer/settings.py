@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from ...config.family import CorpusForm
-from .vocabulary import read_object
+from .vocabulary import read_ids, read_object
 
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
@@ -57,7 +57,10 @@ class Settings:
         self.lists_added = self.values.get("added_tokens_decoder") is not None
         if not self.lists_added:  # as transformers before 2023 wrote them
             self.values |= self._read(SPECIAL)
-        extra = self.values.get("extra_special_tokens") or self.values.get("additional_special_tokens") or []
+        key = "extra_special_tokens" if self.values.get("extra_special_tokens") else "additional_special_tokens"
+        extra = self.values.get(key) or []
+        if not isinstance(extra, list | dict):
+            self._refuse(key, "list tokens", extra)
         named = [*map(self.values.get, _ROLES), *(extra.values() if isinstance(extra, dict) else extra)]
         self.specials = [token for token in map(_content, named) if token is not None]
         self.added = self._added_tokens()
@@ -131,9 +134,10 @@ class Settings:
     def _added_tokens(self) -> dict[int, AddedToken]:
         """The added tokens by id; those of a file of their own are special if they have a role."""
         if not self.lists_added:
+            path = self.folder / ADDED
             return {
                 index: AddedToken(token, normalized=token not in self.specials, special=token in self.specials)
-                for token, index in self._read(ADDED).items()
+                for token, index in (read_ids(path) if path.is_file() else {}).items()
             }
         listed = self.values["added_tokens_decoder"]
         try:

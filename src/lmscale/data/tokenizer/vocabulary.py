@@ -59,6 +59,18 @@ def read_object(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_ids(path: Path) -> dict[str, int]:
+    """The ids by token of a JSON file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    ids = read_object(path)
+    if not all(type(index) is int and index >= 0 for index in ids.values()):
+        raise ValueError(f"{path} must give each token an id, but does not")
+    return ids
+
+
 def read_vocabulary(path: Path) -> dict[str, int]:
     """The ids by token of a `vocab.json`, or of a `vocab.txt`, whose line numbers are the ids.
 
@@ -69,9 +81,7 @@ def read_vocabulary(path: Path) -> dict[str, int]:
         ValueError: the file is damaged.
     """
     if path.suffix == ".json":
-        vocab = read_object(path)
-        if not all(type(index) is int and index >= 0 for index in vocab.values()):
-            raise ValueError(f"{path} must give each token an id, but does not")
+        vocab = read_ids(path)
         _check_ids(path, vocab)
         return vocab
     return {line.rstrip(" \t"): index for index, line in enumerate(_lines(path))}
