@@ -14,7 +14,7 @@ from ..launcher import World, world_from_outside
 from ..parallel import ParallelContext, make_context
 from ..threads import share_cores
 
-USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/entry_point.py
+USER_ERROR = 2  # exit code of a rank for an error that the user must correct, as in cli/errors.py
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer fails
 T = TypeVar("T")
 
