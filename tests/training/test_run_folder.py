@@ -107,8 +107,9 @@ def test_every_damaged_metrics_file_of_a_resumed_run_is_kept(tmp_path, capsys) -
     (tmp_path / "corpus" / "tokenizer.json").write_text("{}")
     job = SimpleNamespace(files={}, corpus=SimpleNamespace(folder=tmp_path / "corpus"))
     agreed = SimpleNamespace(step=3, describe=lambda job: {})
-    texts = ["", 'step,train/loss\n1,"0.5\n' + "2,0.5\n" * 30_000]  # torn; with a quote too many
-    for text, name in zip(texts, ("metrics.csv.damaged", "metrics.csv.damaged2"), strict=True):
+    texts = ["", "step,train/loss", 'step,train/loss\n1,"0.5\n' + "2,0.5\n" * 30_000]  # torn; with a quote too many
+    for text, number in zip(texts, ("", "2", "3"), strict=True):
+        name = f"metrics.csv.damaged{number}"
         (tmp_path / METRICS).write_text(text)
         assert prepare_folder(job, agreed, tmp_path, MetricsFile(tmp_path / METRICS)) is None
         assert f"metrics.csv cannot be read; kept as {name}, a new one begins" in capsys.readouterr().err

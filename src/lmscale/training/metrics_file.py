@@ -52,16 +52,20 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def resume_at(self, step: int) -> None:
-        """Keep the rows of steps up to `step`; 0 starts a new file."""
+        """Keep the rows of steps up to `step`; 0 starts a new file.
+
+        Raises:
+            ValueError, LookupError, csv.Error: the file is damaged, other than by a last row that is cut short.
+        """
         self.columns, self.rows, self.offset, self.problem = [], [], 0, None
         if step == 0 or not self.path.is_file():
             self.path.unlink(missing_ok=True)
             return
-        lines = self.path.read_text(encoding="utf-8-sig").splitlines(keepends=True)  # a spreadsheet may add a mark
-        rows = csv.reader(lines[1:])
-        kept = [line for line, row in zip(lines[1:], rows, strict=True) if line.endswith("\n") and int(row[0]) <= step]
-        self.columns = next(csv.reader(lines[:1]))
-        write_atomically(self.path, (lines[0] + "".join(kept)).encode())
+        text = self.path.read_text(encoding="utf-8-sig")  # a spreadsheet may add a mark
+        header, *lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line, row in zip(lines, csv.reader(lines), strict=True) if int(row[0]) <= step]
+        self.columns = next(csv.reader([header]))
+        write_atomically(self.path, (header + "".join(kept)).encode())
         self.offset = self.path.stat().st_size
 
     @rank_zero_only

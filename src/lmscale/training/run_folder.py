@@ -74,7 +74,7 @@ def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: 
         write_atomically(checkpoints / TOKENIZER_FOLDER / "tokenizer.json", tokenizer)
         try:
             metrics.resume_at(agreed.step)
-        except (ValueError, LookupError, StopIteration, csv.Error):  # torn by a crash of the machine
+        except (ValueError, LookupError, csv.Error):  # torn by a crash of the machine
             kept = set_aside(run_dir / METRICS)
             print(
                 f"WARNING: {METRICS} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True
