@@ -81,7 +81,7 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     config = {
         "run_dir": str(tmp_path / "repo" / "outputs" / "x"),
         "data": {"path": "/home/somebody/corpus.txt", "cache_dir": None, "other": "/scratch/somebody/data"},
-        "overrides": ["data.path=/home/somebody/corpus.txt", "optimizer.lr=1e-4", "schedule=linear"],
+        "overrides": ["data.path=/home/somebody/corpus.txt", "resume=/home/somebody/lr=0.1/x", "schedule=linear"],
         "loss_reduction": "a/b",
         "curve": tmp_path / "repo" / "curve.png",
     }
@@ -89,7 +89,7 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
     assert record["config"] == {
         "run_dir": "outputs/x",
         "data": {"path": "~/corpus.txt", "cache_dir": None, "other": ".../data"},
-        "overrides": ["data.path=~/corpus.txt", "optimizer.lr=1e-4", "schedule=linear"],
+        "overrides": ["data.path=~/corpus.txt", "resume=~/lr=0.1/x", "schedule=linear"],
         "loss_reduction": "a/b",
         "curve": "curve.png",
     }

@@ -237,13 +237,14 @@ def _portable(value: Any) -> Any:
         value = str(value)
     if not isinstance(value, str):
         return value
-    key, equals, path = value.rpartition("=") if "=/" in value else ("", "", value)  # an override: data.path=/...
+    start = value.find("=/") + 1  # of the path in an override: data.path=/...
+    key, path = value[:start], value[start:]
     if not path.startswith("/") or "\n" in path:
         return value
     for root, label in ((Path.cwd(), ""), (Path.home(), "~/")):
         if root != Path("/") and Path(path).is_relative_to(root):
-            return key + equals + label + Path(path).relative_to(root).as_posix()
-    return f"{key}{equals}.../{Path(path).name}"
+            return key + label + Path(path).relative_to(root).as_posix()
+    return f"{key}.../{Path(path).name}"
 
 
 def _command() -> str:
