@@ -209,7 +209,8 @@ def test_a_non_finite_loss_stops_the_run_and_names_the_first_non_finite_paramete
     assert list_checkpoints(tmp_path / "checkpoints")
 
 
-def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_the_diagnosis_names_the_parameter_that_is_not_finite(tmp_path, monkeypatch, value: float) -> None:
     name = "transformer.layers.1.mlp.up.bias"
     make = pretrain_module.build_module
 
@@ -219,7 +220,7 @@ def test_the_diagnosis_names_the_parameter_set_to_nan(tmp_path, monkeypatch) -> 
 
         def configure_and_poison():
             configure()
-            module.model.get_parameter(name).data[3] = float("nan")
+            module.model.get_parameter(name).data[3] = value
 
         module.configure_model = configure_and_poison
         return module

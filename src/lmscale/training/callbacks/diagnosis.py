@@ -68,14 +68,9 @@ class FirstNonFiniteOutput:
 
     def _look(self, name: str, output: Any) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        # Padded columns of the logits are -inf by design; an error is nan, +inf or a row of -inf alone.
-        bad = any(isinstance(o, Tensor) and o.is_floating_point() and _is_bad(o) for o in outputs)
-        if bad and self.name is None:
+        # Logits, whose padded columns are -inf by design, are no module's output: the model returns losses.
+        if self.name is None and any(isinstance(o, Tensor) and not o.isfinite().all() for o in outputs):
             self.name = name
-
-
-def _is_bad(tensor: Tensor) -> bool:
-    return bool(torch.isnan(tensor).any() or torch.isposinf(tensor).any())
 
 
 def first_cause(reports: list[dict[str, Any]]) -> str:
