@@ -235,8 +235,8 @@ def test_the_diagnosis_names_the_parameter_that_is_not_finite(tmp_path, monkeypa
 def test_the_first_of_several_gradients_is_that_of_the_last_stage_nearest_to_the_loss() -> None:
     """From there they spread towards the input."""
     sound = {"weights": [], "forward": None, "gradients": []}
-    reports = [sound | {"pp_rank": stage, "gradients": names} for stage, names in ((0, ["a", "b"]), (1, ["c", "d"]))]
-    assert first_cause([*reports, sound | {"pp_rank": 2}]) == "the gradient of d"
+    names = (["a", "b"], ["c", "d[0:8]"], [], ["e[8:9]"])  # two stages on each of two data ranks, with ZeRO-1
+    assert first_cause([sound | {"gradients": bad} for bad in names], list("abcdef")) == "the gradient of e"
 
 
 def test_overflows_at_a_high_loss_scale_are_not_a_divergence(tmp_path) -> None:

@@ -100,7 +100,8 @@ def report_failure(
         path = run_dir / f"not_finite_step_{step}.json"
         message = (
             f"error: no finite gradient in more steps in a row than trainer.max_skipped_steps "
-            f"({report.run.trainer.max_skipped_steps}), up to step {step}; first {first_cause(reports)}; see {path}"
+            f"({report.run.trainer.max_skipped_steps}), up to step {step}; "
+            f"first {first_cause(reports, strategy.optimizers[0].all_names)}; see {path}"
         )
         if strategy.is_global_zero:
             path.write_text(json.dumps(reports, indent=1), encoding="utf-8")

@@ -73,11 +73,14 @@ class FirstNonFiniteOutput:
             self.name = name
 
 
-def first_cause(reports: list[dict[str, Any]]) -> str:
+def first_cause(reports: list[dict[str, Any]], names: list[str]) -> str:
     """Name the first cause in the ranks' reports: a weight, else a submodule of the forward pass, else a gradient.
 
     In the backward pass, non-finite values spread from the loss towards the input, so the first gradient is the one
     nearest to the loss: the last in forward order.
+
+    Args:
+        names: of the model's parameters in forward order (`MixedPrecisionAdamW.all_names`).
     """
     for report in reports:
         if report["weights"]:
@@ -85,7 +88,7 @@ def first_cause(reports: list[dict[str, Any]]) -> str:
     for report in reports:
         if report["forward"]:
             return f"the output of {report['forward']} in the forward pass"
-    for report in sorted(reports, key=lambda report: -report["pp_rank"]):
-        if report["gradients"]:
-            return f"the gradient of {report['gradients'][-1]}"
+    bad = {name.partition("[")[0] for report in reports for name in report["gradients"]}  # with ZeRO-1 of parts
+    if bad:
+        return f"the gradient of {max(bad, key=names.index)}"
     return "nothing: all weights, outputs and gradients are finite now"
