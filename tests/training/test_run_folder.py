@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -179,10 +180,13 @@ def test_a_requeued_job_waits_for_the_lock_of_a_crashed_host(tmp_path, monkeypat
         holder.communicate()
 
 
-def test_a_folder_with_nothing_but_the_lock_goes_with_it(tmp_path) -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_folder_with_nothing_but_the_lock_goes_with_it(tmp_path, is_gone: bool) -> None:
     (tmp_path / "run").mkdir()
     lock = RunLock()
     assert lock.take(tmp_path / "run") is None
+    if is_gone:  # removed while the job ran
+        shutil.rmtree(tmp_path / "run")
     lock.release()
     assert list(tmp_path.iterdir()) == []
     check_not_in_use(tmp_path / "run")

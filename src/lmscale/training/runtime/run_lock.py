@@ -38,10 +38,10 @@ class RunLock:
         if self._file is None:
             return
         path = Path(self._file.name)
-        if [entry.name for entry in path.parent.iterdir()] == [LOCK]:
-            path.unlink()
-            if path.parent != Path.cwd():
-                with suppress(OSError):  # something has just appeared in it
+        with suppress(OSError):  # the folder is gone, or something has just appeared in it
+            if [entry.name for entry in path.parent.iterdir()] == [LOCK]:
+                path.unlink()
+                if path.parent != Path.cwd():
                     path.parent.rmdir()
         self._file.close()
         self._file = None
