@@ -172,15 +172,15 @@ def test_memory_that_cannot_be_made_is_refused_on_all_ranks() -> None:
 
 
 def _open_without_memory(rank: int) -> None:
-    truncate = os.ftruncate
-
-    def refuse(descriptor: int, length: int) -> None:
+    def refuse(*_) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
-    os.ftruncate = refuse
-    with pytest.raises(shared_memory.SharedMemoryError, match=r"^`parallel.shared_memory` must be false .*too large"):
-        open_channel(dist.group.WORLD, MINUTE)
-    os.ftruncate = truncate
+    for failing, module, name in ((0, os, "memfd_create"), (0, os, "ftruncate"), (1, shared_memory, "mmap")):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == failing:
+                patched.setattr(module, name, refuse)
+            with pytest.raises(shared_memory.SharedMemoryError, match=r"^`parallel.shared_memory` must .*too large"):
+                open_channel(dist.group.WORLD, MINUTE)
     assert open_channel(dist.group.WORLD, MINUTE) is not None
 
 

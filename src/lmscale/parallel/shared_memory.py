@@ -188,7 +188,7 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
         timeout: how long a rank may keep the others waiting.
 
     Communicates:
-        two small objects per rank over the group.
+        three small objects per rank over the group.
 
     Raises:
         SharedMemoryError: the memory cannot be made; on all ranks.
@@ -200,28 +200,30 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
     peers = _connect(rank, size, group, timeout)
     if peers is None:
         return None
-    if rank == 0:
-        descriptors, reason = [os.memfd_create("lmscale")], "none"
-        try:
-            os.ftruncate(descriptors[0], 2 * size * SLOT_BYTES)  # a page takes memory when it is first written
-        except OSError as error:  # such as a limit on the size of files
-            os.close(descriptors.pop())
-            reason = str(error.strerror)
-        for peer in peers.values():
-            socket.send_fds(peer, [reason.encode()], descriptors)
-    else:
-        message, descriptors, _, _ = socket.recv_fds(peers[0], 256, 1)
-        reason = message.decode()
-    if not descriptors:
+    num_bytes, descriptors, reason = 2 * size * SLOT_BYTES, [], None
+    try:
+        if rank == 0:
+            descriptors.append(os.memfd_create("lmscale"))
+            os.ftruncate(descriptors[0], num_bytes)  # a page takes memory when it is first written
+            for peer in peers.values():
+                socket.send_fds(peer, [b"-"], descriptors)
+        else:
+            descriptors += socket.recv_fds(peers[0], 1, 1)[1]
+        memory = mmap(descriptors[0], num_bytes)
+    except (OSError, IndexError) as error:  # such as a limit on the size of files; or rank 0 has sent no descriptor
+        reason = str(error)
+        _close(peers.values())  # of rank 0: ends the others' wait
+    for descriptor in descriptors:
+        os.close(descriptor)  # the mapping remains
+    reasons = [each for each in _gather(reason, group) if each is not None]
+    if reasons:
         _close(peers.values())
         raise SharedMemoryError(
-            f"`parallel.shared_memory` must be false where {2 * size * SLOT_BYTES:,} bytes of shared memory cannot be "
-            f"made ({reason}; see `ulimit -f`), but is true"
+            f"`parallel.shared_memory` must be false where {num_bytes:,} bytes of shared memory cannot be made "
+            f"({reasons[0]}; see `ulimit -a`), but is true"
         )
-    descriptor = descriptors[0]
-    memory = torch.frombuffer(mmap(descriptor, 2 * size * SLOT_BYTES), dtype=torch.uint8)
-    os.close(descriptor)  # the mapping remains
-    return SharedMemoryChannel(group.group_name, rank, peers, memory.view(2, size, SLOT_BYTES), timeout)
+    slots = torch.frombuffer(memory, dtype=torch.uint8).view(2, size, SLOT_BYTES)
+    return SharedMemoryChannel(group.group_name, rank, peers, slots, timeout)
 
 
 def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta) -> dict[int, socket.socket] | None:
