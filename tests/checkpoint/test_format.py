@@ -26,6 +26,7 @@ from lmscale.checkpoint import (
     tensor_file,
     write_offline,
 )
+from lmscale.checkpoint.host_copies import HostCopies
 from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
 
 
@@ -335,6 +336,19 @@ def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeyp
     assert "rank 1" in ranks[1].finish()
     assert ranks[0].finish() == "rank 1: [Errno 28] No space left on device"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_without_memory_for_copies_saves_before_it_goes_on(tmp_path, monkeypatch, capsys) -> None:
+    def refuse(self, tensors) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostCopies, "copy", refuse)
+        one = begin(tmp_path, 1, 2, in_background=True)
+    assert len(list(tmp_path.glob(".*.unfinished/rank_1.part"))) == 1
+    assert [begin(tmp_path, 0, 2, in_background=True).finish(), one.finish()] == [None, None]
+    assert "WARNING: rank 1 saves step_5.ckpt without a copy, training waits: can't alloc" in capsys.readouterr().err
+    assert len(list_checkpoints(tmp_path)) == 1
 
 
 def test_an_error_closes_the_unfinished_files(tmp_path) -> None:

@@ -42,7 +42,7 @@ class HostCopies:
 
     def _allocate(self, num_bytes: int, locked: bool) -> None:
         self._unlock()
-        self._buffer = None  # frees it before the larger one is allocated
+        self._buffer = self._buffer.new_empty(0)  # frees it before the larger one is allocated
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if not locked:
             return

@@ -109,7 +109,8 @@ class CheckpointWriter:
         Args:
             path: the checkpoint's directory, on a file system shared by all ranks.
             tensors: this rank's shard of every tensor of its share by key. In background mode they are copied to host
-                memory (`HostCopies`), so that they may be modified as soon as this returns.
+                memory (`HostCopies`), so that they may be modified as soon as this returns; if that fails, this rank
+                saves before it returns, with a warning.
             metadata: tensor entries without pieces, and no files; only rank 0's is used.
             on_complete: called on rank 0, in the saving thread, after the directory has been renamed.
             are_copies: nobody else will modify the tensors, so they are not copied.
@@ -122,10 +123,17 @@ class CheckpointWriter:
             dim, mine[key] = metadata.tensors[key].shard_dim, tensors[key].detach()
             if dim is not None:
                 mine[key] = mine[key].narrow(dim, 0, stop - start)  # without the padding
+        if in_background and not are_copies:
+            try:
+                mine = self._copies.copy(mine)
+            except RuntimeError as error:  # no memory, perhaps on this rank alone
+                in_background = False
+                warning = f"WARNING: rank {self.rank} saves {path.name} without a copy, training waits: {error}\n"
+                print(warning, end="", file=sys.stderr, flush=True)
+        arguments = (path, mine, metadata, share, on_complete)
         if not in_background:
-            self._save(path, mine, metadata, share, on_complete)
+            self._save(*arguments)
             return
-        arguments = (path, mine if are_copies else self._copies.copy(mine), metadata, share, on_complete)
         self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
