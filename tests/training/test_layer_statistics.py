@@ -149,11 +149,15 @@ def test_a_run_writes_its_steps_once_and_trains_as_without(tmp_path: Path) -> No
             ]
 
 
-def test_a_resumed_run_drops_only_the_lines_of_steps_that_it_repeats(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_only_the_lines_of_steps_that_it_repeats(tmp_path: Path, capsys) -> None:
     (tmp_path / FILE).write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4')
     resumed = SimpleNamespace(is_global_zero=True), SimpleNamespace(completed_steps=2)
     LayerStatistics([1, 2, 3], tmp_path).on_train_start(*resumed)
     assert read_lines(tmp_path) == [{"step": 1}, {"step": 2}]
+    (tmp_path / FILE).write_text('{"step": 1}\n\0\0\0\n{"step": 2}\n')  # by a crash of the machine
+    LayerStatistics([1, 2, 3], tmp_path).on_train_start(*resumed)
+    assert f"{FILE} cannot be read; kept as {FILE}.damaged, a new one begins" in capsys.readouterr().err
+    assert not (tmp_path / FILE).exists()
 
 
 @pytest.mark.parametrize("steps", [[0], [1.5], [True], ["1"]])

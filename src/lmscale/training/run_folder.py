@@ -75,15 +75,18 @@ def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: 
         try:
             metrics.resume_at(agreed.step)
         except (ValueError, LookupError, csv.Error):  # torn by a crash of the machine
-            kept = set_aside(run_dir / METRICS)
-            print(
-                f"WARNING: {METRICS} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True
-            )
+            keep_damaged(run_dir / METRICS)
             metrics.resume_at(agreed.step)
         (run_dir / RECORD).unlink(missing_ok=True)  # of a part of this run, which goes on
     except OSError as error:
         return f"the run folder {run_dir} cannot be used: {error}"
     return None
+
+
+def keep_damaged(path: Path) -> None:
+    """Set a file of an earlier part of the run aside, with a warning."""
+    kept = set_aside(path)
+    print(f"WARNING: {path.name} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True)
 
 
 def report_failure(

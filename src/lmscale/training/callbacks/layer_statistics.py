@@ -15,6 +15,8 @@ from ...models.attention import SelfAttention
 from ...models.layer import TransformerLayer
 from ...parallel import gather_tokens
 from ...parallel.pipeline import gather_from_stages
+from ...shared_files import write_atomically
+from ..run_folder import keep_damaged
 from .layer_gradients import layer_gradient_norms
 
 FILE = "layer_statistics.jsonl"
@@ -52,10 +54,13 @@ class LayerStatistics(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Drop the lines of steps that will be repeated."""
         if trainer.is_global_zero and self.path.is_file():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
             done = pl_module.completed_steps
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-            self.path.write_text("".join(kept), encoding="utf-8")
+            try:
+                lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
+                write_atomically(self.path, "".join(kept).encode())
+            except ValueError:
+                keep_damaged(self.path)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
