@@ -17,6 +17,7 @@ from corpora import add_documents, write_dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lmscale.data import indexed_dataset, indexed_writer
 from lmscale.data.indexed_dataset import DTYPES, HEADER, IndexedDataset
 from lmscale.data.indexed_writer import IndexedWriter, best_dtype, merge
 
@@ -54,8 +55,10 @@ def content(prefix: Path) -> list[list[list[int]]]:
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(documents=SEVERAL)
-def test_files_equal_those_of_a_plain_writer_and_round_trip(tmp_path, documents) -> None:
+@given(documents=SEVERAL, chunk=st.sampled_from([2, indexed_writer.CHUNK]))
+def test_files_equal_those_of_a_plain_writer_and_round_trip(tmp_path, monkeypatch, documents, chunk) -> None:
+    for module in (indexed_writer, indexed_dataset):
+        monkeypatch.setattr(module, "CHUNK", chunk)
     prefix = write_dataset(tmp_path / "a", documents)
     assert files(prefix) == plain_files(documents, "H", 8)
     assert content(prefix) == documents

@@ -135,11 +135,13 @@ def test_a_bad_file_raises_one_line(tmp_path, name) -> None:
 
 
 def test_undecodable_bytes_are_replaced_and_counted_on_request(tmp_path) -> None:
-    (tmp_path / "latin.txt").write_bytes("\n\n".join(TEXTS).encode() + b"\n\ncaf\xe9\xff here")
-    config = local_config(tmp_path / "latin.txt", tmp_path, undecodable="replace", validation_every=99)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes("\n\n".join(TEXTS).encode() + b"\n\n\xff")
+    (tmp_path / "texts" / "b.txt").write_bytes(b"caf\xe9\xff here")
+    config = local_config(tmp_path / "texts", tmp_path, undecodable="replace", validation_every=99)
     prepared = prepare_corpus(config, TRAINED, "gpt", None)
-    assert prepared.manifest["sources"]["train"]["problems"] == {"undecodable": 1}
-    assert "files of the train text: undecodable 1" in prepared.manifest["notes"]
+    assert prepared.manifest["sources"]["train"]["problems"] == {"undecodable": 2}
+    assert "files of the train text: undecodable 2" in prepared.manifest["notes"]
     other = prepare_corpus(dataclasses.replace(config, undecodable="fall_back"), TRAINED, "gpt", None)
     held_out = IndexedDataset(other.parts["validation"][0].prefix).tokens.tolist()
     assert "café" in other.load_tokenizer().decode(held_out)  # not the replaced text from the cache
