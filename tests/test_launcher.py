@@ -194,6 +194,7 @@ def test_the_ranks_of_a_host_share_its_cores_among_their_compile_workers(monkeyp
     assert os.environ.get(COMPILE_WORKERS) == (None if workers is None else str(workers))
 
 
+@pytest.mark.slow  # three interpreters import torch and Lightning
 def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts(tmp_path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "worker.py").write_text(

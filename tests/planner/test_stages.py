@@ -149,7 +149,8 @@ def measure_stage(config, b: int, num: int, dtype: str, stage: int, layout: Layo
 @pytest.mark.parametrize(
     ("dtype", "recompute", "num"),
     [
-        ("bf16", "full", 5),
+        ("fp32", "full", 5),
+        pytest.param("bf16", "full", 5, marks=pytest.mark.slow),
         pytest.param("fp32", "none", 5, marks=pytest.mark.slow),
         pytest.param("fp32", "selective", 2, marks=pytest.mark.slow),
     ],
