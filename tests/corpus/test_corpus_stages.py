@@ -12,15 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
-from input_files import plan_of
+from input_files import plan_of, source
 
 from lmscale.config.corpus import DedupConfig, EvaluationSetConfig
-from lmscale.corpus import collecting, deduplicating
+from lmscale.corpus import collecting, deduplicating, running
 from lmscale.corpus.collecting import CheckIds, ScatterDocuments, SortShard, document_key
 from lmscale.corpus.deduplicating import CompareCandidates, ShingleCandidates
 from lmscale.corpus.evaluation_sets import EVALUATION_TEXTS, evaluation_index
 from lmscale.corpus.finalizing import FinalizeDataset, MergeShards
 from lmscale.corpus.plan import save_array, save_json
+from lmscale.corpus.planning import make_plan
 from lmscale.corpus.running import QuietLocalExecutor
 
 NUM_SHARDS = 7
@@ -59,8 +60,8 @@ def test_a_repeated_id_is_shown_with_its_places(tmp_path) -> None:
 
 
 def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
-    for task, source in enumerate(("books", "news")):
-        document = Document("text", "1", metadata={"source": source, "file": "a.jsonl", "row": 1})
+    for task, name in enumerate(("books", "news")):
+        document = Document("text", "1", metadata={"source": name, "file": "a.jsonl", "row": 1})
         ScatterDocuments(plan_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
     CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
 
@@ -177,3 +178,25 @@ def test_a_killed_worker_raises_and_the_next_run_continues(tmp_path) -> None:
 def test_a_task_that_raises_stops_the_other_workers(tmp_path) -> None:
     with pytest.raises(ValueError, match="task 1 is bad"):
         executor(tmp_path, "raises", 600.0).run()
+
+
+def test_an_input_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:
+    path = tmp_path / "in" / "a.txt"
+    path.parent.mkdir()
+    path.write_text("one\n\ntwo")
+    config = plan_of(tmp_path / "out" / ".work", {"local": source(path)}).config
+    make_plan(config)
+    make_plan(config)
+    path.write_text("one\n\nTWO")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ValueError, match="was started with other input files"):
+        make_plan(config)
+
+
+def test_only_the_lines_of_the_sources_that_ask_for_it_are_joined(tmp_path) -> None:
+    for name in ("books", "stories"):
+        (tmp_path / f"{name}.txt").write_text("a\nb")
+    sources = {name: source(tmp_path / f"{name}.txt", join_lines=name == "stories") for name in ("books", "stories")}
+    _, join, _ = running._cleaning(plan_of(tmp_path / "work", sources))
+    rows = [Document(text="a\nb", id=name, metadata={"source": name}) for name in sources]
+    assert [document.text for document in join.run(rows)] == ["a\nb", "a b"]

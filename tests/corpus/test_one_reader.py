@@ -104,6 +104,9 @@ def test_the_items_of_an_evaluation_set_are_read_alike_and_no_key_is_proposed_th
     hide(folder)
     config = {"set": EvaluationSetConfig("records", str(folder))}
     assert read_evaluation_sets(config) == {"set": ["one", "two"]}
+    (folder / "w.tokens").write_text(" = A = \n\n one \n\n = = B = = \n\n two \n\n = C = \n\n three \n")
+    articles = read_evaluation_sets({"set": EvaluationSetConfig("wikitext", str(folder / "w.tokens"))})["set"]
+    assert [article.split()[1] for article in articles] == ["A", "C"] and "two" in articles[0]
     for name, content in (("b.txt", b"caf\xe9"), ("c.jsonl", b'{"text": "\\ud800"}'), ("d.jsonl", b"{}")):
         (folder / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}, row 1: must [^;]*$"):
