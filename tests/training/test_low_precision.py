@@ -182,6 +182,7 @@ def test_a_float8_run_learns_like_bf16_and_resumes_bitwise(tmp_path) -> None:
         ),
         ({"parallel__tp_size": 2, "model__hidden_size": 48}, r"must be a multiple of 16 x tp_size \(2\) .*, but is 48"),
         ({"model__ffn_hidden_size": 72}, "`model.ffn_hidden_size` must be a multiple of 16 x tp_size .* but is 72"),
+        ({"parallel__tp_size": 2, "model__ffn_hidden_size": 48}, "`model.ffn_hidden_size` must be .* but is 48"),
         (
             {"parallel__tp_size": 2, "parallel__batch_halves": True, "micro_batch_size": 2, "data__seq_length": 24},
             "must be a multiple of 32 with precision=fp8 and `parallel.batch_halves`, but is 2 x 24",
