@@ -64,3 +64,9 @@ WIKITEXT = {"run_dir": "x", "task": {"name": "wikitext103", "path": "wiki.txt"}}
 def test_an_empty_path_is_refused(name, make) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be a path, but is ''"):
         make()
+
+
+def test_an_empty_prompt_is_a_prompt() -> None:
+    assert GenerateConfig(ckpt="x", prompt="").prompt == ""
+    with pytest.raises(ValueError, match="`prompt` must be given, or `file`"):
+        GenerateConfig(ckpt="x", prompt="", file="prompts.txt")

@@ -182,6 +182,13 @@ def test_groups_send_over_fast_links_only_if_every_one_lies_within_a_node(tp_siz
         assert message_s(gradients, layout, CLUSTER) == pytest.approx(seconds)
 
 
+def test_stages_send_over_fast_links_only_if_every_model_lies_within_a_node() -> None:
+    message = Collective("hidden states", "send", "pipeline", "forward", 3, 10**9)
+    for pp_size, bandwidth in ((2, 100e9), (3, 10e9)):
+        seconds = message_s(message, Layout(tp_size=4, pp_size=pp_size, dp_size=2), CLUSTER)
+        assert seconds == pytest.approx(3 * (10**9 / bandwidth + 10e-6))
+
+
 def test_a_recomputed_message_is_hidden_as_that_of_the_forward_pass() -> None:
     for what, share in (("outputs", 0.25), ("outputs, recomputed", 0.25), ("gradients", 1.0)):
         message = Collective(what, "all_reduce", "tensor", "backward", 3, 10**9)
