@@ -20,7 +20,7 @@ from lmscale.planner.search import (
     rank_on_machine,
     suggest_layout,
 )
-from lmscale.planner.workload import Workload, tensor_sizes
+from lmscale.planner.workload import Workload, model_sizes, tensor_sizes
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 
@@ -197,3 +197,16 @@ def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:
         (1, Recompute.NONE),  # with the memory of both cores
         (2, Recompute.FULL),
     }
+
+
+def test_of_equally_many_ranks_those_with_the_fewest_stages_are_tried_first() -> None:
+    assert model_sizes(job("gpt_355m"), "auto", "auto", False, 4) == [
+        (1, 1),
+        (2, 1),
+        (1, 2),
+        (1, 3),
+        (4, 1),
+        (2, 2),
+        (1, 4),
+    ]
+    assert model_sizes(job("gpt_355m"), 2, "auto", False, 4) == [(2, 1), (2, 2)]
