@@ -100,9 +100,9 @@ def test_masters_that_are_not_read_from_a_checkpoint_stay() -> None:
     assert all(map(torch.equal, optimizer.masters, drawn))
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype) -> None:
-    model, optimizer = make(dtype)
+@pytest.mark.parametrize("dtype, moments", [("fp16", "fp32"), ("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype, moments) -> None:
+    model, optimizer = make(dtype, moments=moments)
     before = [p.clone() for p in model.parameters()]
     for value in (float("inf"), float("nan")):
         set_gradients(model, optimizer)
