@@ -130,6 +130,7 @@ def test_differences_from_the_request_are_reported() -> None:
         "(512 devices) allow",
     ]
     assert planned(*PAPER)["layout"]["recompute"] == "none"
+    assert planned(*PAPER, "model.recompute=full")["layout"]["recompute"] == "full"
     larger = planned(*PAPER, "model.attention=exact")
     assert larger["layout"]["recompute"] == "selective"
     assert "planned with model.recompute=selective" in larger["notes"][-1]
