@@ -29,12 +29,19 @@ def members(tmp_path_factory) -> dict[str, list[Path]]:
 
 @pytest.mark.parametrize("name", ["qqp", "race"])
 def test_classes_and_choices_have_the_mean_probability(members, tmp_path, name: str) -> None:
-    metrics, alarms = ensemble(members[name], tmp_path)
+    runs = [Path(shutil.copytree(run, tmp_path / f"member_{run.name}")) for run in members[name]]
+    files = [run / "predictions/dev/logits.npy" for run in runs]
+    generator = np.random.default_rng(1)
+    for file in files:
+        np.save(file, generator.normal(0, 5, np.load(file).shape))
+    metrics, alarms = ensemble(runs, tmp_path)
     assert alarms == []
-    logits = [np.load(run / "predictions/dev/logits.npy").astype(np.float64) for run in members[name]]
+    logits = [np.load(file).astype(np.float64) for file in files]
     powers = [np.exp(rows) / np.exp(rows).sum(axis=1, keepdims=True) for rows in logits]
     chosen = np.mean(powers, axis=0).argmax(axis=1)
-    features = read_outputs(members[name][0] / "predictions/dev").features
+    if name == "race":  # of two classes both means choose the same
+        assert (chosen != np.log(powers).sum(axis=0).argmax(axis=1)).any()
+    features = read_outputs(runs[0] / "predictions/dev").features
     assert metrics[f"{name}/accuracy"] == pytest.approx(100 * (chosen == features.labels).mean())
     written = (tmp_path / "dev" / ("QQP.tsv" if name == "qqp" else "predictions.json")).read_text()
     answers = json.loads(written).values() if name == "race" else [r.split("\t")[1] for r in written.split("\n")[1:-1]]
