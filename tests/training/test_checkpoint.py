@@ -137,13 +137,17 @@ def test_a_checkpoint_without_all_its_files_is_not_resumed_from(finished, tmp_pa
     assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_4.ckpt")
 
 
-def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished) -> None:
+def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished, tmp_path) -> None:
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
         resolve(tiny_run("gpt", finished))
-    older = str(sorted((finished / "checkpoints").iterdir())[0])
-    for resume in (older, {"path": str(finished), "weights_only": True}):  # which begins at step 0
-        with pytest.raises(ValueError, match="`resume` must not be older than the run folder's checkpoints"):
-            find_checkpoint(tiny_run("gpt", finished, resume=resume))
+    oldest, *_, newest = list_checkpoints(finished / "checkpoints")
+    assert find_checkpoint(tiny_run("gpt", finished, resume=str(newest))) == str(newest)
+    elsewhere = tmp_path / "run" / "checkpoints"  # of another run, whose files would be replaced
+    shutil.copytree(oldest, elsewhere / oldest.name)
+    weights = {"path": str(finished), "weights_only": True}
+    for run_dir, resume in ((finished, str(oldest)), (finished, weights), (elsewhere.parent, str(newest))):
+        with pytest.raises(ValueError, match="`resume` must be auto, or the newest checkpoint, where the run folder"):
+            find_checkpoint(tiny_run("gpt", run_dir, resume=resume))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished, tmp_path) -> None:

@@ -14,7 +14,6 @@ from ...checkpoint import (
     CheckpointMetadata,
     CheckpointVersionError,
     check_files,
-    checkpoint_step,
     find_damage,
     list_checkpoints,
     read_metadata,
@@ -52,8 +51,8 @@ def find_checkpoint(run: RunConfig) -> str | None:
 
     Raises:
         CheckpointError: the path has no complete checkpoint; `auto` finds several, none of them intact.
-        ValueError: the run folder has checkpoints after the step to start from, which would mix with the run's own; or
-            it has none, but metrics of another run, which would be lost.
+        ValueError: the run folder has checkpoints, but the one to start from is elsewhere, or before the newest of
+            them: they would mix with the run's own; or it has none, but metrics of another run, which would be lost.
     """
     path, folder = run.resume.path, Path(run.run_dir) / CHECKPOINTS
     own = list_checkpoints(folder)
@@ -79,13 +78,11 @@ def find_checkpoint(run: RunConfig) -> str | None:
             raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1], with_files=True)}")
         return newest and str(newest)
     chosen = latest_checkpoint(Path(path).absolute())
-    metadata = read_metadata(chosen)
-    check_files(chosen, metadata)
-    step = 0 if run.resume.weights_only else metadata.step
-    if own and step < checkpoint_step(own[-1]):
+    check_files(chosen, read_metadata(chosen))
+    if own and (run.resume.weights_only or chosen.resolve() != own[-1].resolve()):
         raise ValueError(
-            f"`resume` must not be older than the run folder's checkpoints ({own[-1].name} in {run.run_dir}), "
-            f"but is {path!r}; a run that branches off needs another hydra.run.dir"
+            f"`resume` must be auto, or the newest checkpoint, where the run folder has checkpoints ({own[-1].name} in "
+            f"{run.run_dir}), but is {path!r}; a run that branches off needs another hydra.run.dir"
         )
     return str(chosen)
 
