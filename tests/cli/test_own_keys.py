@@ -1,6 +1,7 @@
 """`resume=auto` with the run's folder alone takes the keys of the run."""
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def folder(tmp_path) -> Path:
     (folder / ".hydra" / "hydra.yaml").write_text(SETTINGS, encoding="utf-8")
     (folder / "checkpoints" / "step_2.ckpt").mkdir(parents=True)
     return folder
+
+
+def test_a_run_that_was_copied_without_hidden_files_keeps_its_keys(folder, monkeypatch, capsys) -> None:
+    shutil.rmtree(folder / ".hydra")
+    (folder / "config.json").write_text('{"overrides": ["model=bert_tiny", "resume.path=old"]}', encoding="utf-8")
+    words = ["resume.path=auto", f"hydra.run.dir='{folder}'", "seed=2"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    add_own_keys()
+    assert sys.argv == ["train.py", "hydra.mode=RUN", "model=bert_tiny", *words]
+    assert capsys.readouterr().out == f"keys of the run in {folder}: model=bert_tiny; different here: seed=2 (new)\n"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`resume=auto` with the run's folder alone: the keys of the run are in its folder."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -29,14 +30,17 @@ def add_own_keys() -> None:
     if given.multirun or typed.get("resume.path") != "resume.path=auto" or "hydra.run.dir" not in typed:
         return
     folder = OverridesParser.create().parse_override(typed["hydra.run.dir"]).value()
-    saved = Path(str(folder)) / ".hydra"
+    saved, config = Path(str(folder)) / ".hydra", Path(str(folder)) / "config.json"
     try:
-        words = yaml.safe_load((saved / "overrides.yaml").read_text(encoding="utf-8"))
-        settings = yaml.safe_load((saved / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
-        is_finetuning = settings["job"]["config_name"] == "finetune"
+        if saved.is_dir() or not config.is_file():
+            words = yaml.safe_load((saved / "overrides.yaml").read_text(encoding="utf-8"))
+            settings = yaml.safe_load((saved / "hydra.yaml").read_text(encoding="utf-8"))["hydra"]
+            is_finetuning = settings["job"]["config_name"] == "finetune"
+            sources = settings["runtime"]["config_sources"]
+            folders = [source["path"] for source in sources if source["provider"] == "command-line"]
+        else:  # copied without hidden files
+            words, is_finetuning, folders = json.loads(config.read_text(encoding="utf-8"))["overrides"], False, []
         own = {_name(word): word for word in words if _name(word) not in _START_KEYS}
-        sources = settings["runtime"]["config_sources"]
-        folders = [source["path"] for source in sources if source["provider"] == "command-line"]
     except FileNotFoundError:  # nothing was trained in it
         if _SAY_WHAT_TO_TRAIN & typed.keys() or Path(str(folder), "checkpoints").exists():
             return
@@ -45,7 +49,7 @@ def add_own_keys() -> None:
             "start one in it, say what to train: model=, experiment= or sweep="
         ) from None
     except (OSError, yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"the keys of the run in {folder} cannot be read ({saved}): {error}") from None
+        raise ValueError(f"the keys of the run in {folder} cannot be read: {error}") from None
     more = [word for path in folders for word in ("--config-dir", path)]
     if is_finetuning:
         again = command("finetune/run.py", *more, "hydra.mode=RUN", *words, hydra__run__dir=Path(str(folder)))
