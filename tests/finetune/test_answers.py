@@ -104,6 +104,8 @@ def test_the_development_sets_threshold_is_used_for_the_other_sets(features) -> 
     given = make_task("squad_v2", null_threshold=max(metrics["squad_v2/null_threshold"], -1e9))
     _, alone = predict_sets(given, {"held": features}, {"held": others}, [])
     assert alone["squad_v2/f1_held"] == metrics["squad_v2/f1_held"]
+    _, at_zero = predict_sets(make_task("squad_v2", null_threshold=0.0), sets, {"dev": logits, "held": others}, ["dev"])
+    assert at_zero["squad_v2/null_threshold"] == 0.0 != metrics["squad_v2/null_threshold"]
     with pytest.raises(ValueError, match="null_threshold"):
         predict_sets(make_task("squad_v2"), {"held": features}, {"held": others}, [])
 
