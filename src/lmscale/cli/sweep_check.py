@@ -35,6 +35,8 @@ class SweepCheck(Callback):
         if "hydra.run.dir" in folders and "hydra.sweep.dir" not in folders:  # Hydra would not read it
             given = folders["hydra.run.dir"]
             exit_with(ValueError(f"`hydra.sweep.dir` must name the folder of a sweep, but only {given} is given"))
+        if not config.hydra.sweep.dir:  # as of a variable of the shell that is not set
+            exit_with(ValueError("`hydra.sweep.dir` must name a folder, but is empty"))
         if self.joins_ranks and config.hydra.launcher._target_.endswith("BasicLauncher"):
             _check_one_task()
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
