@@ -245,6 +245,12 @@ def test_overflows_at_a_high_loss_scale_are_not_a_divergence(tmp_path) -> None:
     assert read_rows(tmp_path)[-1]["num_skipped"] > 5
 
 
+def test_a_run_that_ends_with_weights_that_have_just_diverged_says_so(tmp_path, capsys) -> None:
+    settings = {"precision__dtype": "fp32", "optimizer__lr": 1e30, "trainer__max_steps": 2}
+    assert train_here(tiny_run("gpt", tmp_path, **settings)) == 0
+    assert "WARNING: the validation loss is not finite: the run has diverged" in capsys.readouterr().err
+
+
 def drift(rank: int, what: str) -> None:
     """Modify a value on rank 1 only, after step 2."""
     step = PretrainModule.optimizer_step

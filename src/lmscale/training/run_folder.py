@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -187,3 +188,5 @@ def write_run_record(
     unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
     print(f"validation loss {loss} at step {steps[1]}; {unigram_loss}")
     print(f"record: {run_dir / RECORD}", flush=True)
+    if not math.isfinite(report.validation["val/loss"]):
+        print("WARNING: the validation loss is not finite: the run has diverged", file=sys.stderr, flush=True)
