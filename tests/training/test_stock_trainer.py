@@ -132,15 +132,16 @@ def test_two_processes_give_the_same_losses_and_their_checkpoint_resumes_in_one(
     assert len(logged(tmp_path / "alone", "train/loss")) == 1  # only the fourth step
 
 
-def logged_sum(rank: int) -> float:
+def sum_and_samples(rank: int) -> tuple[float, dict[str, int]]:
     strategy = TensorParallelStrategy(tp_size=2)
     strategy.parallel = make_context(tp_size=2, dp_size=2)
-    return float(strategy.reduce(torch.tensor(1.0 + strategy.parallel.dp_rank), reduce_op="sum"))
+    logged = strategy.reduce(torch.tensor(1.0 + strategy.parallel.dp_rank), reduce_op="sum")
+    return float(logged), strategy.distributed_sampler_kwargs
 
 
-def test_a_logged_sum_counts_each_model_once() -> None:
-    """All tensor ranks of a model have the same value."""
-    assert run_ranks(logged_sum, 4) == [3.0] * 4
+def test_a_logged_sum_counts_each_model_once_and_the_tensor_ranks_of_a_model_see_the_same_samples() -> None:
+    found = run_ranks(sum_and_samples, 4)
+    assert found == [(3.0, {"num_replicas": 2, "rank": dp_rank}) for dp_rank in (0, 0, 1, 1)]
 
 
 def test_best_and_last_checkpoints_and_the_learning_rate_are_recorded(tmp_path, capsys) -> None:
