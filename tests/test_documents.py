@@ -117,6 +117,15 @@ def test_the_table_of_packages_is_the_one_that_is_enforced() -> None:
     assert test_imports.table() in ARCHITECTURE
 
 
+def test_where_is_names_only_what_is_defined() -> None:
+    names = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", section("Where is ..."))
+    assert len(names) > 20
+    for path, name in names:
+        body = ast.parse((ROOT / "src" / "lmscale" / path).read_text(encoding="utf-8")).body
+        for part in filter(None, name.split(".")):
+            (body,) = (node.body for node in body if getattr(node, "name", None) == part)
+
+
 def test_every_recipe_names_files_that_exist_and_a_test_that_exists() -> None:
     recipes = re.split(r"^### ", section("How to add"), flags=re.M)[1:]
     assert [recipe.split("\n", 1)[0] for recipe in recipes] == [

@@ -22,7 +22,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"config", "partition"},
         FRAMEWORKS,
     ),
-    "paper": ("what tells a run of the paper from a smaller one", set(), FRAMEWORKS),
+    "paper": ("distinguishes a run of the paper from a smaller one", set(), FRAMEWORKS),
     "cli": (
         "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
         {"config", "launcher", "results"},
