@@ -286,10 +286,13 @@ def test_a_data_digest_of_other_samples_is_refused(finished, tmp_path, capfd, mo
     """All settings agree but the samples differ, as a bug in the sampler would cause."""
     original = EpochShuffle.__call__
     monkeypatch.setattr(EpochShuffle, "__call__", lambda self, places: original(self, places + self.size))
-    run = tiny_run("gpt", tmp_path, resume=str(finished), **(LONG | {"trainer__max_steps": 7}))
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    run = tiny_run("gpt", run_dir, resume="auto", **(LONG | {"trainer__max_steps": 7}))
     run = dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="override"))
     assert train_here(run) == 2
     assert "the data digest must be" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in before} == before
 
 
 COOLDOWN = {"decay": "linear", "warmup_steps": 1, "cooldown_steps": 2}
@@ -350,8 +353,9 @@ def test_auto_scores_the_sequences_of_the_checkpoint_however_long_the_run_become
     branch = dataclasses.replace(longer, run_dir=str(tmp_path / "branch"))
     branch = dataclasses.replace(branch, resume=dataclasses.replace(longer.resume, path=str(tmp_path / "first")))
     assert resolve(branch).num_validation_samples == first.num_validation_samples
-    anew = tiny_run("gpt", tmp_path / "anew", trainer__max_steps=9, **constant)
-    assert resolve(anew).num_validation_samples > 2 * first.num_validation_samples
+    for weights in ({}, {"resume": {"path": str(tmp_path / "first"), "weights_only": True}}):
+        anew = tiny_run("gpt", tmp_path / "anew", trainer__max_steps=9, **weights, **constant)
+        assert resolve(anew).num_validation_samples > 2 * first.num_validation_samples
 
 
 def test_a_half_precision_run_resumes_in_fp32_from_its_exact_masters(tmp_path) -> None:

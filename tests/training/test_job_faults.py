@@ -17,6 +17,7 @@ from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints
 from lmscale.parallel.shared_memory import RankGoneError
+from lmscale.training.runtime import launch
 from lmscale.training.runtime.exit_codes import FAILED, USER_ERROR
 from lmscale.training.runtime.lost_rank import end_rank, what_failed, who_is_gone
 from lmscale.training.runtime.session import _end_process_group
@@ -158,6 +159,14 @@ def test_a_rank_that_ends_before_it_reads_a_large_job_does_not_block_the_launche
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90)
     assert done.returncode == FAILED and re.match(r"error: rank [01] failed \(exit code 3\)", done.stderr), done.stderr
+
+
+def test_the_errors_of_the_ranks_are_those_of_the_last_start(tmp_path) -> None:
+    for attempt, rank, text in ((0, 0, "[0]"), (9, 0, "[9]"), (10, 0, "[10]"), (10, 1, "[torn")):
+        file = tmp_path / "job" / f"attempt_{attempt}" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(f'{{"message": {text}}}')
+    assert launch._reports(tmp_path) == {0: [10]}
 
 
 def test_errors_of_lost_connections_are_told_from_others(capsys) -> None:
