@@ -162,8 +162,9 @@ def test_early_stopping_ends_the_run(tmp_path) -> None:
     assert ended.global_step == 2
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path) -> None:
-    options = {"max_steps": 5, "val_check_interval": 2, "check_val_every_n_epoch": None}
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, precision) -> None:
+    options = {"precision": precision, "max_steps": 5, "val_check_interval": 2, "check_val_every_n_epoch": None}
     module, data = parts(hidden_dropout=0.1)
     kept = ModelCheckpoint(tmp_path / "kept", filename="{step}", monitor="val/loss", save_top_k=-1)
     trainer(tmp_path / "whole", callbacks=[kept], **options).fit(module, data)
