@@ -31,10 +31,11 @@ def test_import_reshard_and_export_take_one_command_each(published, tmp_path) ->
     # A run folder with the config.json that a run writes.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text('{"name": "run"}')
+    num_bytes = 4 * GPT2LMHeadModel.from_pretrained(published).num_parameters()
     commands = [
         (f"source={published}", "target=run/checkpoints", "tp_size=2"),
         ("source=run", "target=resharded", "tp_size=4", "vocab_multiple=8"),
-        ("source=resharded", "target=back", "format=hugging_face", "max_file_gb=1e-5"),
+        ("source=resharded", "target=back", "format=hugging_face", f"max_file_gb={0.97e-9 * num_bytes}"),
         ("source=back", "target=imported_again", "vocab_multiple=8", "tp_size=4"),
     ]
     wrote = ["run/checkpoints/step_0.ckpt", "resharded/step_0.ckpt", "back", "imported_again/step_0.ckpt"]
@@ -47,6 +48,7 @@ def test_import_reshard_and_export_take_one_command_each(published, tmp_path) ->
         assert [line.startswith("compared with transformers: at most ") for line in lines] == compared
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"back", "run", "imported_again", "resharded"}
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) == 2
 
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
     assert 'GPT2LMHeadModel.from_pretrained("back")' in (tmp_path / "back" / "README.md").read_text()
