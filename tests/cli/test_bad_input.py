@@ -60,6 +60,14 @@ BAD = {
         ["trainer.max_steps=[1"],
         "with quotes around what is special ('trainer.max_steps=\"[1\"'), but is 'trainer.max_steps=[1'",
     ),
+    "a group added twice": (
+        ["+sweep=norm_order"],
+        "`sweep` must be given without +, as sweep=norm_order, because the configuration has it, but is +sweep=",
+    ),
+    "a base that is not there": (
+        ["recipe=base/tiny_gptt"],
+        "base/paper_bert, base/paper_gpt, base/tiny_bert, base/tiny_gpt, but is 'base/tiny_gptt'; did you",
+    ),
     "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
     "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, but is 4"),
     "two models": (["model=[gpt_tiny,bert_tiny]"], "bert_tiny, gpt_1.2b, gpt_175b"),
@@ -158,6 +166,20 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     assert message in only_line(done.stderr)
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []  # no run folder either
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: mine\nsizes: [1\n", "model/mine.yaml must be YAML, but line 3 is not: expected ',' or ']'"),
+        ("defaults: [base/gptt]", "`defaults` of model/mine.yaml must name files that exist, but model/base/gptt.yaml"),
+    ],
+)
+def test_a_file_of_one_s_own_is_named_where_it_is_wrong(tmp_path, text, message) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text(text)
+    done = refuse(TRAIN, "--config-dir", str(tmp_path), "model=mine")
+    assert done.returncode == 2 and message in only_line(done.stderr)
 
 
 def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path) -> None:

@@ -170,7 +170,7 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
     (tmp_path / "task/pairs.yaml").write_text(example, encoding="utf-8")
     task = ("--config-dir", str(tmp_path), "task=pairs", "size=1.3b", "ckpt=x")
     done = refuse(REPOSITORY / "finetune" / "run.py", *task, cwd=tmp_path)
-    expected = "error: `size` must be one of the rows that the task's file has in `by_size`, but is 1.3b\n"
+    expected = "error: `size` must be one of 336m, the rows that the task's file has in `by_size`, but is 1.3b\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import MarkedYAMLError
 
 from ..config.checks import did_you_mean
 from ..config.family import corpus_forms
@@ -57,9 +58,11 @@ def _one_line(error: Exception) -> str:
         missing = error.missing_cfg_file or ""
         given = (override for override in sys.argv[1:] if override.replace("=", "/", 1) == missing)
         group, _, choice = next(given, "=".join(missing.rsplit("/", 1))).partition("=")  # a choice may have a slash
-        choices = [option for option in error.options if not option.startswith("base")]
-        own_file = _OWN_FILE.get(group, "").format(choice)
-        meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + own_file
+        folder = f"{choice.rpartition('/')[0]}/" if "/" in choice else ""
+        inner = [f"{folder}{path.stem}" for path in files_of(f"{group}/{folder}")] if folder else []
+        choices = inner or [option for option in error.options if not option.startswith("base")]
+        own_file = "" if inner else _OWN_FILE.get(group, "").format(choice)
+        meant = (not inner and _of_hugging_face(group, choice)) or did_you_mean(choice, choices) + own_file
         return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
@@ -72,9 +75,21 @@ def _one_line(error: Exception) -> str:
             f"{error.override!r}"
         )
     text = str(error)
+    included = re.match(r"In '(.+)': Could not load '(.+)/(.+)'", text)
+    if included:
+        parent, folder, name = included.groups()
+        known = [path.stem for path in files_of(folder)]
+        there = f"conf/{folder} has {', '.join(known)}{did_you_mean(name, known)}"
+        return f"`defaults` of {parent}.yaml must name files that exist, but {folder}/{name}.yaml does not; {there}"
+    if isinstance(error, MarkedYAMLError):
+        return f"{error.problem_mark.name} must be YAML, but line {error.problem_mark.line + 1} is not: {error.problem}"
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
     if raised_here:
         return raised_here.group(1)
+    twice = re.match(r"Multiple values for (\S+)\. To override", text)
+    added = next((arg[1:] for arg in sys.argv[1:] if twice and arg.startswith(f"+{twice[1]}=")), None)
+    if added:
+        return f"`{twice[1]}` must be given without +, as {added}, because the configuration has it, but is +{added}"
     ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
     if ungiven:
         return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
@@ -99,7 +114,8 @@ def _one_line(error: Exception) -> str:
         return f"the run folder cannot be written: {error.strerror}"
     no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
     if no_row:
-        return f"`size` must be one of the rows that the task's file has in `by_size`, but is {no_row[1]}"
+        rows = ", ".join(map(str, error.parent_node._get_root().task.by_size))
+        return f"`size` must be one of {rows}, the rows that the task's file has in `by_size`, but is {no_row[1]}"
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()
