@@ -83,9 +83,9 @@ def test_with_a_cooldown_the_rate_is_constant_until_the_decay(decay: str, halfwa
     [
         (
             {"cooldown_steps": 17},
-            "`cooldown_steps` must be at most the 16 steps of `decay_steps` after the warm",
+            r"`cooldown_steps` must be at most `decay_steps` \(20\) less `warmup_steps` \(4\), but is 17",
         ),
-        ({"warmup_steps": 30}, "at most the 0 steps of `decay_steps` after the warm-up, but is 6"),
+        ({"warmup_steps": 30}, r"at most `decay_steps` \(20\) less `warmup_steps` \(30\), but is 6"),
         ({"cooldown_steps": 0}, "`cooldown_steps` must be a whole number of at least 1, but is 0"),
         ({"decay": "constant"}, "`cooldown_steps` must be null with decay constant, but is 6"),
         ({"formula": "megatron_v1"}, "`cooldown_steps` must be null with formula megatron_v1, but is 6"),

@@ -70,9 +70,9 @@ class ScheduleConfig(Checked):
         for name, value in (("decay", "constant"), ("formula", "megatron_v1")):
             rule = f"null with {name} {value}"
             require(self, "cooldown_steps", rule, self.cooldown_steps is None or getattr(self, name) != value)
-        left = max(0, self.decay_steps - self.warmup_steps)
-        rule = f"at most the {left} steps of `decay_steps` after the warm-up"
-        require(self, "cooldown_steps", rule, self.cooldown_steps is None or self.cooldown_steps <= left)
+        rule = f"at most `decay_steps` ({self.decay_steps}) less `warmup_steps` ({self.warmup_steps})"
+        fits = self.cooldown_steps is None or self.cooldown_steps <= self.decay_steps - self.warmup_steps
+        require(self, "cooldown_steps", rule, fits)
         # The rate would rise above the peak.
         is_above = self.formula == "megatron_v1" and 2 * self.warmup_steps > self.decay_steps
         rule = f"at most half of `decay_steps` ({self.decay_steps}) with formula megatron_v1"
