@@ -98,6 +98,7 @@ def test_an_invalid_value_is_refused_before_torch_is_imported(mistake: str) -> N
 MISTAKES = {
     "a missing target": (["source=x"], "`target` must be given"),
     "no source": (["source=nowhere", "target=target"], "`source` must be a checkpoint, a run folder or"),
+    "neither": ([f"source={REPOSITORY}", "target=target"], "`source` must be a checkpoint, a run folder or"),
     "theirs to theirs": (
         ["source=${published}", "target=target", "format=hugging_face"],
         "`source` must be a checkpoint of ours with format=hugging_face, but is",

@@ -222,8 +222,12 @@ def bad_inputs(folder: Path) -> Path:
     "overrides, message",
     [
         ((*LAMBADA,), "`ckpt` must be given, unless count_only=true"),
-        ((*LAMBADA, "ckpt=none"), "`ckpt` must be a checkpoint, a run folder or a Hugging Face folder, but none does"),
-        ((*LAMBADA, "ckpt=no_model"), "no_model is not a checkpoint: it has no metadata.json"),
+        (
+            (*LAMBADA, "ckpt=none"),
+            "`ckpt` must be a checkpoint, a run folder or a Hugging Face folder, but checkpoint none",
+        ),
+        ((*LAMBADA, "ckpt=no_model"), "Hugging Face folder, but no_model is not a checkpoint: it has no"),
+        ((*LAMBADA, "ckpt=lambada.jsonl"), "a Hugging Face folder, but lambada.jsonl is a file, not a directory"),
         ((*LAMBADA, "ckpt=no_weights"), "has a config.json but neither model.safetensors nor pytorch_model.bin"),
         ((*LAMBADA, "ckpt=bert"), "`ckpt` must be a GPT, which predicts the next token, but bert is a BERT"),
         ((*LAMBADA, "ckpt=no_tokenizer"), "`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER)"),

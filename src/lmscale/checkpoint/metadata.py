@@ -193,6 +193,20 @@ def wrong_length(path: Path, entry: FileEntry) -> str | None:
     return None if actual == expected else f"{path.name} must have {entry.num_bytes} bytes, but {actual}"
 
 
+def check_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run folder or a Hugging Face folder") -> None:
+    """Check that the path that a key gives leads to a checkpoint or a Hugging Face model, without reading either.
+
+    Raises:
+        CheckpointError: it does not; the message names the key.
+    """
+    found = latest_checkpoint(path)
+    try:
+        if not is_hugging_face(found):
+            check_is_checkpoint(found)
+    except CheckpointError as error:
+        raise CheckpointError(f"`{key}` must be {kinds}, but {error}") from None
+
+
 def check_is_checkpoint(path: Path) -> None:
     """Check that `path` is a checkpoint of this package, and otherwise report what it seems to be.
 
@@ -200,7 +214,7 @@ def check_is_checkpoint(path: Path) -> None:
         CheckpointError: it is a file, a directory without `metadata.json`, or not an lmscale checkpoint.
     """
     if path.is_file():
-        raise CheckpointError(f"{path.name} is a file, but a checkpoint is a directory; pickled files are never read")
+        raise CheckpointError(f"{path.name} is a file, not a directory; pickled files are never read")
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist")
     if (path / METADATA).is_file():

@@ -27,7 +27,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hf_conversion import import_hugging_face
-from ..checkpoint.metadata import is_hugging_face, latest_checkpoint
+from ..checkpoint.metadata import check_given, is_hugging_face, latest_checkpoint
 from ..checkpoint.model_tensors import config_of
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
@@ -141,9 +141,7 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
 
 def _find(path: str | Path) -> tuple[Path, bool]:
     """Return the folder of the weights at `path`, and whether it is a Hugging Face model."""
-    if not Path(path).exists():
-        kinds = "a checkpoint, a run folder or a Hugging Face folder"
-        raise CheckpointError(f"`ckpt` must be {kinds}, but {path} does not exist")
+    check_given("ckpt", path)
     folder = latest_checkpoint(path)
     return folder, not (folder / METADATA).is_file() and is_hugging_face(folder)
 
