@@ -60,10 +60,7 @@ BAD = {
         ["trainer.max_steps=[1"],
         "with quotes around what is special ('trainer.max_steps=\"[1\"'), but is 'trainer.max_steps=[1'",
     ),
-    "a group added twice": (
-        ["+sweep=norm_order"],
-        "`sweep` must be given without +, as sweep=norm_order, because the configuration has it, but is +sweep=",
-    ),
+    "a group added twice": (["+sweep=norm_order"], "`sweep` must be given without +, as sweep=VALUE: the config"),
     "a base that is not there": (
         ["recipe=base/tiny_gptt"],
         "base/paper_bert, base/paper_gpt, base/tiny_bert, base/tiny_gpt, but is 'base/tiny_gptt'; did you",

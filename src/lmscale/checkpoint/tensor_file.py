@@ -129,8 +129,7 @@ class TensorFileReader:
     def _read_header(self) -> None:
         length = int.from_bytes(self.file.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, self.num_bytes - 8):
-            why = f"its header would have {length} bytes, the file has {self.num_bytes}"
-            raise CheckpointError(f"{self.path.name} is not a safetensors file, or is cut off: {why}")
+            raise CheckpointError(f"{self.path.name} is not a safetensors file, or cut off: a header of {length} bytes")
         text = self.file.read(length)
         self.data_start = 8 + length
         self.header_checksum = xxhash.xxh3_128_hexdigest(length.to_bytes(8, "little") + text)

@@ -58,8 +58,8 @@ def _one_line(error: Exception) -> str:
         missing = error.missing_cfg_file or ""
         given = (override for override in sys.argv[1:] if override.replace("=", "/", 1) == missing)
         group, _, choice = next(given, "=".join(missing.rsplit("/", 1))).partition("=")  # a choice may have a slash
-        folder = f"{choice.rpartition('/')[0]}/" if "/" in choice else ""
-        inner = [f"{folder}{path.stem}" for path in files_of(f"{group}/{folder}")] if folder else []
+        folder = choice.rpartition("/")[0]
+        inner = [f"{folder}/{path.stem}" for path in files_of(f"{group}/{folder}") if folder]
         choices = inner or [option for option in error.options if not option.startswith("base")]
         own_file = "" if inner else _OWN_FILE.get(group, "").format(choice)
         meant = (not inner and _of_hugging_face(group, choice)) or did_you_mean(choice, choices) + own_file
@@ -87,9 +87,8 @@ def _one_line(error: Exception) -> str:
     if raised_here:
         return raised_here.group(1)
     twice = re.match(r"Multiple values for (\S+)\. To override", text)
-    added = next((arg[1:] for arg in sys.argv[1:] if twice and arg.startswith(f"+{twice[1]}=")), None)
-    if added:
-        return f"`{twice[1]}` must be given without +, as {added}, because the configuration has it, but is +{added}"
+    if twice and any(arg.startswith(f"+{twice[1]}=") for arg in sys.argv):
+        return f"`{twice[1]}` must be given without +, as {twice[1]}=VALUE: the configuration has one already"
     ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
     if ungiven:
         return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
