@@ -138,7 +138,8 @@ def test_labels_for_only_some_examples_raise(tmp_path) -> None:
         ("qqp", ["id,question1,question2,is_duplicate", "1,a,b,0"], "separated by commas, not by tabs"),
         ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
-        ("mnli", [""], "begin with a line of column names"),
+        ("mnli", [""], "begin with a line of column names, but is empty"),
+        ("mnli", ["", MNLI], "begin with a line of column names, but line 1 is empty"),
         ("mnli", [f"{MNLI}\r1\ta\tb\tneutral"], "must have lines that end in LF or CR LF, but line 1 has a lone CR"),
     ],
 )

@@ -63,7 +63,11 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
         except (FileNotFoundError, EOFError, ValueError, TypeError):  # of torn files
             raise ValueError(f"{folder} is damaged; remove it to have it built again") from None
         return folder
-    examples, report = read_examples(task, place)
+    try:
+        examples, report = read_examples(task, place)
+    except ValueError as error:
+        key = "train" if place == task.train else "validation" if place in task.validation.values() else "test"
+        raise ValueError(f"`task.{key}`: {error}") from None
     features = benchmark_of(task).encode(task, examples, tokenizer, report.notes())
     try:
         with build_folder(folder) as building:
