@@ -36,7 +36,7 @@ def begin_run_folder(
     metrics: MetricsFile,
     strategy: TensorParallelStrategy,
 ) -> bool:
-    """Announce the run and write the files that precede its first step (on rank 0).
+    """Announce the run and write the files that precede its first step, or say that there is none (on rank 0).
 
     Returns:
         False if the run has ended before: its files are then left alone.
@@ -47,10 +47,10 @@ def begin_run_folder(
     has_ended = agreed.step >= last_step and (run_dir / RECORD).is_file()
     problem = None
     if strategy.is_global_zero:
-        announce(job, agreed, strategy.parallel, run_dir, last_step)
         if has_ended:
             print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
         else:
+            announce(job, agreed, strategy.parallel, run_dir, last_step)
             problem = prepare_folder(job, agreed, run_dir, metrics)
     problem = strategy.first_error(problem)
     if problem is not None:
