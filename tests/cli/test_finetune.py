@@ -55,7 +55,7 @@ def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
     scored = run_script(
         "run.py", *overrides, f"ckpt={folder / 'tp'}", "trainer.num_epochs=0", f"hydra.run.dir={folder / 'one'}"
     )
-    assert scored.returncode == 0, scored.stderr
+    assert scored.returncode == 0 and "; trains on nothing, batch" in scored.stdout, scored.stderr
     again = json.loads((folder / "one/record.json").read_text())
     assert again["metrics"]["qqp/accuracy"] == record["metrics"]["qqp/accuracy"]
 

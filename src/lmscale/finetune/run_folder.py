@@ -41,10 +41,10 @@ def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
 def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None, context: ParallelContext) -> None:
     """Print the task, its data, the layout and the run folder."""
     run, layout = job.run, job.layout
-    size = f"{len(features):,} items" if features is not None else "nothing"
+    work = f"{len(features):,} items x {run.trainer.num_epochs} epochs" if features is not None else "nothing"
     print(
         f"{run.name}: {run.task.name} from {job.start.path}{' (sizes only)' if run.from_scratch else ''}; trains on "
-        f"{size} x {run.trainer.num_epochs} epochs, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
+        f"{work}, batch {run.global_batch_size}, lr {run.optimizer.lr:g}; scores "
         + ", ".join(f"{name} ({len(found.ids):,})" for name, found in module.sets.items())
         + f"\nranks: {layout.dp_size} data x {layout.tp_size} tensor on {job.accelerator}"
         f"{describe_channel(context, job.accelerator)}, {run.precision.dtype}; run folder: {module.run_dir}",
