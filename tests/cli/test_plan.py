@@ -125,7 +125,7 @@ def test_differences_from_the_request_are_reported() -> None:
     answer = planned("model=gpt_tiny", "precision=bf16")
     assert answer["notes"] == [
         "model.vocab_size is the tokenizer's: planned with 2,000 ids",
-        "a V100 has no bf16: planned with precision=fp16",
+        "V100 has no bf16: planned with precision=fp16",
         "num_devices is not given: planned on 2, the most that the batch (16 in micro-batches of 8) and dgx2h_v100 "
         "(512 devices) allow",
     ]

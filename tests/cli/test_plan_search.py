@@ -40,7 +40,7 @@ def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster
             ["parallel.tp_size=4", "parallel.dp_size=128", "micro_batch_size=1"],
             [
                 "a rank needs",
-                "more than the 30.0 a V100 of cluster=dgx2h_v100 leaves",
+                "more than the 30.0 that each V100 of cluster=dgx2h_v100 leaves",
                 "parallel.tp_size=8 parallel.dp_size=64",
             ],
         ),

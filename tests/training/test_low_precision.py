@@ -196,9 +196,7 @@ def test_sizes_that_are_not_multiples_of_16_are_refused(tmp_path, changes: dict,
 
 
 def test_an_older_gpu_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"`precision` must be bf16 or another on a NVIDIA A100: .* 8.9 \(it has 8.0\)"
-    ):
+    with pytest.raises(ValueError, match=r"`precision` must be bf16 or another on NVIDIA A100: .* 8.9 \(it has 8.0\)"):
         check_float8("NVIDIA A100", (8, 0))
     check_float8("NVIDIA L4", (8, 9))
     check_float8("NVIDIA H200", (9, 0))

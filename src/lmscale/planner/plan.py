@@ -166,5 +166,5 @@ def describe_shortage(plan: Plan) -> str:
     """Describe why a rank does not fit, with both sizes and the difference."""
     return (
         f"a rank needs {plan.needed_bytes / GIB:.1f} GiB, {plan.missing_bytes / GIB:.1f} more than the "
-        f"{plan.cluster.usable_bytes / GIB:.1f} a {plan.cluster.device} of cluster={plan.cluster.name} leaves"
+        f"{plan.cluster.usable_bytes / GIB:.1f} that each {plan.cluster.device} of cluster={plan.cluster.name} leaves"
     )

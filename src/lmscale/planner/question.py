@@ -39,7 +39,7 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     if dtype in _HALF and dtype not in cluster.dtypes:
         other = next((half for half in _HALF if half in cluster.dtypes), dtype)  # as many bytes
         if other != dtype:
-            notes.append(f"a {cluster.device} has no {dtype}: planned with precision={other}")
+            notes.append(f"{cluster.device} has no {dtype}: planned with precision={other}")
         dtype = other
     cluster.peak_flops_per_s(dtype)
     return dataclasses.replace(job, dtype=dtype), notes

@@ -166,7 +166,7 @@ def check_float8(device_name: str, capability: tuple[int, int]) -> None:
     if capability < FLOAT8_CAPABILITY:
         needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
         raise ValueError(
-            f"`precision` must be bf16 or another on a {device_name}: float8 products need compute capability {needed} "
+            f"`precision` must be bf16 or another on {device_name}: float8 products need compute capability {needed} "
             f"(it has {found}), but is fp8"
         )
 
