@@ -192,6 +192,7 @@ def test_a_downloaded_corpus_of_the_paper_is_read_from_files(tmp_path) -> None:
     given = ("corpus=cc_stories", "sources.cc_stories.kind=local", f"+sources.cc_stories.path={local}")
     done = prepare(*SMALL, *given, f"output={tmp_path / 'out'}", "cleaning=none", "dedup=none", "validation_every=2")
     assert done.returncode == 0, done.stderr
+    assert "\nnote: `tokenizer.vocab_size` is 600, but the corpus has only 2" in done.stdout
     found = [read_documents(tmp_path / "out", "cc_stories", split) for split in ("train", "validation")]
     assert sorted(sum(found, [])) == [f"Line {n} is cut in its middle." for n in range(9)]
 

@@ -14,6 +14,7 @@ from datatrove.data import DocumentsPipeline
 from ..config.family import family_of
 from ..data.indexed_corpus import MANIFEST, MANIFEST_FORMAT, TOKENIZER
 from ..data.indexed_writer import IndexedDataset, merge
+from ..data.prepare import note_missing_pieces
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
 from .evaluation_sets import evaluation_index
@@ -233,6 +234,8 @@ def summarize(output: Path) -> str:
             for key, value in held.items()
         )
         lines.append(f"  leakage of {name}: {text}")
+    sizes = manifest["config"]["tokenizer"]["vocab_size"], manifest["vocab_size"]
+    lines += [f"note: {note}" for note in note_missing_pieces(*sizes)]
     return "\n".join(lines)
 
 

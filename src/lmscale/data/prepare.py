@@ -172,11 +172,7 @@ class TextCorpus:
             problems = [f"{kind.replace('_', ' ')} {number:,}" for kind, number in facts.get("problems", {}).items()]
             if problems:
                 notes.append(f"files of the {split} text: {', '.join(problems)}")
-        if vocab_size < (self.requested_size or 0):
-            notes.append(
-                f"`tokenizer.vocab_size` is {self.requested_size:,}, but the corpus has only {vocab_size:,} "
-                "different pieces, which the tokenizer has"
-            )
+        notes += note_missing_pieces(self.requested_size, vocab_size)
         every, there = self.data.validation_every, manifest["train"]["documents"] + manifest["validation"]["documents"]
         if "validation" not in self.sources and every > there:
             notes.append(
@@ -223,6 +219,12 @@ class TextCorpus:
         if self.form.sequence == "sentence":
             entry |= {"sentences_cut": num_cut, "documents_without_pair": num_without_pair}
         return entry
+
+
+def note_missing_pieces(requested_size: int | None, vocab_size: int) -> list[str]:
+    """Return a line if a tokenizer was trained on a corpus that is too small for its requested size."""
+    found = f"the corpus has only {vocab_size:,} different pieces, which the tokenizer has"
+    return [f"`tokenizer.vocab_size` is {requested_size:,}, but {found}"] if vocab_size < (requested_size or 0) else []
 
 
 def cache_folder(cache_dir: str | None, key: str = "data.cache_dir") -> Path:
