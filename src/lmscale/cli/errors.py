@@ -51,18 +51,16 @@ def exit_with(error: Exception, job: str = "") -> NoReturn:
 
 def _one_line(error: Exception) -> str:
     """The error in one line, with the rule, the name and the value."""
-    hint = _hint_at_path(sys.argv[1:]) if isinstance(error, MissingConfigException) else None
-    if hint is not None:
+    if isinstance(error, MissingConfigException) and (hint := _hint_at_path(sys.argv[1:])):
         return hint
     if isinstance(error, MissingConfigException) and error.options:
         missing = error.missing_cfg_file or ""
         given = (override for override in sys.argv[1:] if override.replace("=", "/", 1) == missing)
         group, _, choice = next(given, "=".join(missing.rsplit("/", 1))).partition("=")  # a choice may have a slash
-        folder = choice.rpartition("/")[0]
-        inner = [f"{folder}/{path.stem}" for path in files_of(f"{group}/{folder}") if folder]
-        choices = inner or [option for option in error.options if not option.startswith("base")]
-        own_file = "" if inner else _OWN_FILE.get(group, "").format(choice)
-        meant = (not inner and _of_hugging_face(group, choice)) or did_you_mean(choice, choices) + own_file
+        bases = [f"base/{path.stem}" for path in files_of(f"{group}/base") if choice.startswith("base/")]
+        choices = bases or [option for option in error.options if not option.startswith("base")]
+        own_file = "" if bases else _OWN_FILE.get(group, "").format(choice)
+        meant = (not bases and _of_hugging_face(group, choice)) or did_you_mean(choice, choices) + own_file
         return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
@@ -75,12 +73,11 @@ def _one_line(error: Exception) -> str:
             f"{error.override!r}"
         )
     text = str(error)
-    included = re.match(r"In '(.+)': Could not load '(.+)/(.+)'", text)
+    included = re.match(r"In '(.+)': Could not load '((.+)/(.+))'", text)
     if included:
-        parent, folder, name = included.groups()
-        known = [path.stem for path in files_of(folder)]
-        there = f"conf/{folder} has {', '.join(known)}{did_you_mean(name, known)}"
-        return f"`defaults` of {parent}.yaml must name files that exist, but {folder}/{name}.yaml does not; {there}"
+        known = [path.stem for path in files_of(included[3])]
+        there = f"conf/{included[3]} has {', '.join(known)}{did_you_mean(included[4], known)}"
+        return f"`defaults` of {included[1]}.yaml must name files that exist, but {included[2]}.yaml does not; {there}"
     if isinstance(error, MarkedYAMLError):
         return f"{error.problem_mark.name} must be YAML, but line {error.problem_mark.line + 1} is not: {error.problem}"
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)

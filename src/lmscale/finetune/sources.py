@@ -98,8 +98,7 @@ def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
     """
     lines = _lines(path)
     if not lines or not lines[0]:
-        where = "line 1 is" if lines else "is"
-        raise ValueError(f"{path} must begin with a line of column names, but {where} empty")
+        raise ValueError(f"{path} must begin with a line of column names, but {'line 1 ' * bool(lines)}is empty")
     if "\r" in lines[0]:
         raise ValueError(f"{path} must have lines that end in LF or CR LF, but line 1 has a lone CR")
     header = lines[0].split("\t")
