@@ -83,7 +83,7 @@ def _one_line(error: Exception) -> str:
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
     if raised_here:
         return raised_here.group(1)
-    twice = re.match(r"Multiple values for (\S+)\. To override", text)
+    twice = re.match(r"(?:Multiple values for )?(\S+?)(?:\. To override| appears more than once)", text)
     if twice and any(arg.startswith(f"+{twice[1]}=") for arg in sys.argv):
         return f"`{twice[1]}` must be given without +, as {twice[1]}=VALUE: the configuration has one already"
     ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
