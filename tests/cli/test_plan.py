@@ -24,7 +24,8 @@ def cold(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_another_pipe_that_breaks_is_an_error(monkeypatch) -> None:
-    job = OmegaConf.create({"runtime": {"output_dir": "outputs"}, "overrides": {"task": []}})
+    folder = {"mode": "RUN", "run": {"dir": "outputs"}, "runtime": {"output_dir": "outputs"}}
+    job = OmegaConf.create(folder | {"overrides": {"task": []}})
     monkeypatch.setattr("lmscale.cli.hydra_main.HydraConfig.get", lambda: job)
 
     def lose_a_process(_: dict) -> None:

@@ -82,7 +82,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         group = _group_of_folder(hydra_config)
         if "${" in folder:
             raise ValueError(f"`hydra.{group}.dir` must not have ${{ in it, but is {folder}")
-        if not _folder_as_given(group):  # as of a variable of the shell that is not set
+        if hydra_config[group].dir == "":  # as of a variable of the shell that is not set
             raise ValueError(f"`hydra.{group}.dir` must name a folder, but is empty")
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         values["run_dir"] = str(Path(folder).absolute())
@@ -148,16 +148,11 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
 def _require_named_folder(hydra_config: DictConfig, folder: str) -> None:
     """Refuse a `folder` whose name has the time of the start, as it has by default: no earlier run can be in it."""
     group = _group_of_folder(hydra_config)
-    if "${now:" in _folder_as_given(group):
+    if "${now:" in OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]:
         raise ValueError(
             f"`hydra.{group}.dir` must be the folder of the run to continue with resume=auto, but every start has "
             f"a new one: {folder}"
         )
-
-
-def _folder_as_given(group: str) -> str:
-    """`hydra.run.dir` or `hydra.sweep.dir`, with its interpolations unresolved."""
-    return OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]
 
 
 def _group_of_folder(hydra_config: DictConfig) -> str:
