@@ -120,7 +120,9 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(finished, tmp_path) ->
     (run_dir / "checkpoints" / "step_10.ckpt" / "metadata.json").unlink()
     assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_6.ckpt")
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume="auto")) is None
-    with pytest.raises(CheckpointError, match="step_10.ckpt is not a checkpoint: it has no metadata.json"):
+    with pytest.raises(
+        CheckpointError, match="^`resume` must be none, .*step_10.ckpt is not a checkpoint: it has no m"
+    ):
         find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(run_dir)))
     older = run_dir / "checkpoints" / "step_4.ckpt"
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).endswith("step_4.ckpt")

@@ -19,7 +19,7 @@ from ...checkpoint import (
     read_metadata,
     set_aside,
 )
-from ...checkpoint.metadata import latest_checkpoint
+from ...checkpoint.metadata import check_given, latest_checkpoint
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
@@ -77,6 +77,7 @@ def find_checkpoint(run: RunConfig) -> str | None:
         if own and newest is None:
             raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1], with_files=True)}")
         return newest and str(newest)
+    check_given("resume", path, "none, auto, a checkpoint or a run folder")
     chosen = latest_checkpoint(Path(path).absolute())
     check_files(chosen, read_metadata(chosen))
     if own and (run.resume.weights_only or chosen.resolve() != own[-1].resolve()):
