@@ -194,6 +194,6 @@ def test_the_perplexity_of_a_bert_is_that_of_its_masked_tokens_alone(monkeypatch
 
 def test_memory_in_use_respects_the_page_size(monkeypatch) -> None:
     small = memory_in_use(torch.device("cpu"))
-    assert small <= 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert small < 1.1 * 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # which lags behind
     monkeypatch.setattr("os.sysconf", lambda name: 65_536)
     assert memory_in_use(torch.device("cpu")) > 10 * small
