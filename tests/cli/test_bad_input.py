@@ -391,8 +391,7 @@ def test_an_impossible_name_of_the_run_folder_is_refused_in_one_line(tmp_path, o
 @pytest.mark.slow
 def test_libraries_without_their_caches_add_no_line(tmp_path) -> None:
     """Lightning imports matplotlib, which looks for fonts where it has no cache of them."""
-    refused = "trainer.num_validation_samples=100000"  # by the data module, which imports Lightning
-    command = [sys.executable, REPOSITORY / "src/train.py", *TINY, refused]  # with no import done
+    command = [sys.executable, REPOSITORY / "src/train.py", *TINY]  # with no import done
     done = subprocess.run(
         [*command, f"hydra.run.dir={tmp_path}/run"],
         env=environment(MPLCONFIGDIR=str(tmp_path / "fonts")),
@@ -400,4 +399,5 @@ def test_libraries_without_their_caches_add_no_line(tmp_path) -> None:
         text=True,
         timeout=300,
     )
-    assert list((tmp_path / "fonts").iterdir()) and only_line(done.stderr), done.stderr
+    assert done.returncode == 0 and list((tmp_path / "fonts").iterdir())
+    assert done.stderr == ""
