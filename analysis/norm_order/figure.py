@@ -15,7 +15,8 @@ from matplotlib.lines import Line2D
 from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
 
 from .cells import STATISTICS, STEP, at_chosen_rates, learned_means
-from .decide import LIMIT_GROUPS, Rule, mechanism_cells
+from .hypotheses import Rule, mechanism_cells
+from .limits import LIMIT_GROUPS
 from .run_folder import NATS
 from .tables import NAMES
 

@@ -27,7 +27,6 @@ from analysis.coordinate_check.figure import draw_powers
 from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
 from analysis.norm_order.cells import read_cells, read_curves
-from analysis.norm_order.decide import study_cells
 from analysis.norm_order.figure import (
     draw_final_losses,
     draw_loss_curves,
@@ -35,6 +34,7 @@ from analysis.norm_order.figure import (
     draw_paired_losses,
     draw_true_widths,
 )
+from analysis.norm_order.limits import study_cells
 from analysis.pages.results_page import findings
 from analysis.report.records import fitted_cluster, read_records, records_below
 from analysis.report.style import DPI

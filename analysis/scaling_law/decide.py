@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from analysis.norm_order.decide import LEVEL, holm
+from analysis.norm_order.hypotheses import LEVEL, holm
 from analysis.report.records import metrics_table
 from analysis.report.style import prepare_figure
 from analysis.scaling_law import law, run

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.norm_order.cells import CANDIDATES, LOSS
-from analysis.norm_order.decide import place
+from analysis.norm_order.limits import place
 from analysis.norm_order.run import Cell, read_groups
 from analysis.norm_order.run_folder import NATS
 

@@ -10,13 +10,10 @@ from made_studies import LIMITS, learns, loss, make_cells, tells
 
 from analysis.norm_order import decide as script
 from analysis.norm_order.cells import CANDIDATES, LOSS, early_statistics
-from analysis.norm_order.decide import (
-    Rule,
-    decide,
+from analysis.norm_order.decide import decide
+from analysis.norm_order.hypotheses import Rule, fix_rule, holm, mechanism_cells
+from analysis.norm_order.limits import (
     exponent,
-    fix_rule,
-    holm,
-    mechanism_cells,
     observations,
     place,
     read_limits,
