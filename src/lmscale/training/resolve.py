@@ -123,8 +123,8 @@ def check(run: RunConfig) -> CheckedRun:
         checkpoint = find_checkpoint(run)
         kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
-    some_model = run.model.resolve(STAND_IN_VOCAB_SIZE)
-    flops = run.trainer.max_steps * model_flops_per_step(some_model, run.data.seq_length, run.global_batch_size)
+    config = run.model.resolve(STAND_IN_VOCAB_SIZE)
+    flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
     kernels, attention, choice = resolve_kernels(run, on_gpu, kept, flops // (world or World()).num_hosts)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(run, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
