@@ -83,7 +83,11 @@ def save(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, background:
     metadata = CheckpointMetadata(step, {"tp_size": num_ranks, "dp_size": 1}, {}, entries, {}, {}, {}, {"seed": seed})
     mine = {k: t if dim is None else t.chunk(num_ranks, dim)[rank].contiguous() for k, (t, dim) in tensors.items()}
     writer = CheckpointWriter("token", rank, num_ranks, timeout_s=60.0)
-    prune = Checkpointing(folder, RUN, {}, None, None, None, None)._remove_old
+    job, agreed = SimpleNamespace(run=RUN), SimpleNamespace(describe=lambda job: {})
+    session = SimpleNamespace(folder=folder.parent, interruption=None, ending=None)
+    checkpointing = Checkpointing(job, agreed, session, None, None)
+    checkpointing.folder = folder
+    prune = checkpointing._remove_old
     share = divide_tensors(entries, rank, num_ranks)
     writer.begin(folder / f"step_{step}.ckpt", mine, metadata, share, background, prune)
     error = writer.finish()

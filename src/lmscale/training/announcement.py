@@ -1,7 +1,5 @@
 """What a run says before its first step: model, layout, options, and warnings."""
 
-from pathlib import Path
-
 import torch
 
 from ..checkpoint import read_metadata
@@ -15,15 +13,10 @@ from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun
 from .runtime.cpu_settings import describe_slow_type
+from .runtime.session import RankSession
 
 
-def announce(
-    job: ResolvedRun,
-    agreed: Agreement,
-    context: ParallelContext,
-    run_dir: Path,
-    last_step: int,
-) -> None:
+def announce(job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:
     """Print the run's model, layout, options, steps and folder in a few lines."""
     run, resume_from, config, layout, batch = job.run, agreed.checkpoint, agreed.model, job.layout, job.batch
     parameters, most = count_parameters(config, layout), "at most " * (layout.pp_size > 1)
@@ -34,16 +27,16 @@ def announce(
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, "
         f"norm order {config.norm_order}\n"
         f"ranks: {layout.world_size} = {layout} on {job.accelerator}"
-        f"{describe_channel(context, job.accelerator)}{chosen}; "
+        f"{describe_channel(session.strategy.parallel, job.accelerator)}{chosen}; "
         f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x {batch.num_micro_batches} x "
         f"{run.micro_batch_size} (data ranks x micro-steps x micro-batch); {run.data.seq_length} tokens per sequence\n"
         f"{describe_stages(config, layout, batch)}{describe_options(run, config, layout, agreed.kernels.compiles)}"
         f"kernels: {agreed.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
         f"{describe_attention_dropout(config)}{describe_bounded_validation(job)}"
-        f"steps {agreed.step} to {last_step} of {run.trainer.max_steps}"
+        f"steps {agreed.step} to {session.trainer.max_steps} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
-        + f"\nrun folder: {run_dir}",
+        + f"\nrun folder: {session.folder}",
         flush=True,
     )
     then = Layout(**read_metadata(resume_from).layout) if resume_from else layout
@@ -70,7 +63,8 @@ def announce(
             flush=True,
         )
     if run.resume.path == "auto" and resume_from is None:
-        print(f"resume=auto found no complete checkpoint in {run_dir / CHECKPOINTS}: starting from step 0", flush=True)
+        folder = session.folder / CHECKPOINTS
+        print(f"resume=auto found no complete checkpoint in {folder}: starting from step 0", flush=True)
 
 
 def describe_channel(context: ParallelContext, accelerator: str) -> str:

@@ -47,15 +47,15 @@ def train(job: ResolvedRun, session: RankSession) -> int:
 
 def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -> int:
     """Train from the checkpoint and with the kernels that all ranks have agreed on; returns the exit code."""
-    trainer, folder, strategy, started = session.trainer, session.folder, session.strategy, time.time()
+    trainer, folder, started = session.trainer, session.folder, time.time()
     model = build_module(job, agreed, session)
     samples = samples_of(job.run, job.corpus, job.num_validation_samples)
     if agreed.resumes:
-        check_data_digest(agreed.checkpoint, samples, strategy)
+        check_data_digest(agreed.checkpoint, samples, session.strategy)
     by_length = job.run.loss_reduction == "token_mean"
     data = PretrainDataModule(samples, job.batch.micro_batch_size, job.run.data.num_workers, by_length)
     metrics, last_step = MetricsFile(folder / METRICS, model.validation_metrics), trainer.max_steps
-    if not begin_run_folder(job, agreed, folder, last_step, metrics, strategy):
+    if not begin_run_folder(job, agreed, session, metrics):
         return DONE  # an earlier start has completed the run
     if session.is_first:
         read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
@@ -79,16 +79,14 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         model.completed_steps = agreed.step
     seconds = time.time() - report.training_from
 
-    exit_code, step = session.ending.exit_code, model.completed_steps
-    if exit_code != DONE:
-        report_failure(exit_code, step, report, folder, strategy, session.interruption)
-        return exit_code
+    step = model.completed_steps
+    if session.ending.exit_code != DONE:
+        report_failure(session, step, report)
+        return session.ending.exit_code
     if report.validated_at != step:
         trainer.validate(model, data, verbose=False)
     if session.is_first:
-        times = started, seconds
-        steps = agreed.step, step
-        write_run_record(job, agreed, steps, report, folder, losses_at_start, *times, session.num_threads)
+        write_run_record(job, agreed, session, report, step, losses_at_start, started, seconds)
     return DONE
 
 

@@ -22,20 +22,12 @@ from .resolve import ResolvedRun
 from .runtime.device_memory import memory_metrics
 from .runtime.exit_codes import DIVERGED, INTERRUPTED
 from .runtime.gpu_settings import device_name, gpu_settings
-from .runtime.interruption import Interruption
-from .strategy import TensorParallelStrategy
+from .runtime.session import RankSession
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
-def begin_run_folder(
-    job: ResolvedRun,
-    agreed: Agreement,
-    run_dir: Path,
-    last_step: int,
-    metrics: MetricsFile,
-    strategy: TensorParallelStrategy,
-) -> bool:
+def begin_run_folder(job: ResolvedRun, agreed: Agreement, session: RankSession, metrics: MetricsFile) -> bool:
     """Announce the run and write the files that precede its first step, or say that there is none (on rank 0).
 
     Returns:
@@ -44,13 +36,14 @@ def begin_run_folder(
     Raises:
         CheckpointError: the folder cannot be written, or some rank does not see it; the same on all ranks.
     """
+    run_dir, strategy, last_step = session.folder, session.strategy, session.trainer.max_steps
     has_ended = agreed.step >= last_step and (run_dir / RECORD).is_file()
     problem = None
-    if strategy.is_global_zero:
+    if session.is_first:
         if has_ended:
             print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
         else:
-            announce(job, agreed, strategy.parallel, run_dir, last_step)
+            announce(job, agreed, session)
             problem = prepare_folder(job, agreed, run_dir, metrics)
     problem = strategy.first_error(problem)
     if problem is not None:
@@ -90,29 +83,22 @@ def keep_damaged(path: Path) -> None:
     print(f"WARNING: {path.name} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True)
 
 
-def report_failure(
-    exit_code: int,
-    step: int,
-    report: StepReport,
-    run_dir: Path,
-    strategy: TensorParallelStrategy,
-    interruption: Interruption,
-) -> None:
+def report_failure(session: RankSession, step: int, report: StepReport) -> None:
     """Print one line about a run that stopped early, after `step`; if it diverged, also write a file."""
-    if exit_code == DIVERGED:
-        reports = strategy.gather(report.diagnosis)
-        path = run_dir / f"not_finite_step_{step}.json"
+    if session.ending.exit_code == DIVERGED:
+        reports = session.strategy.gather(report.diagnosis)
+        path = session.folder / f"not_finite_step_{step}.json"
         message = (
             f"error: no finite gradient in more steps in a row than trainer.max_skipped_steps "
             f"({report.run.trainer.max_skipped_steps}), up to step {step}; "
-            f"first {first_cause(reports, strategy.optimizers[0].all_names)}; see {path}"
+            f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
         )
-        if strategy.is_global_zero:
+        if session.is_first:
             path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
             print(message, file=sys.stderr, flush=True)
-    if exit_code == INTERRUPTED and strategy.is_global_zero:
-        name = interruption.received.name if interruption.received else "a signal to another rank"
-        where = run_dir / CHECKPOINTS
+    if session.ending.exit_code == INTERRUPTED and session.is_first:
+        received, where = session.interruption.received, session.folder / CHECKPOINTS
+        name = received.name if received else "a signal to another rank"
         print(f"stopped by {name} after step {step}, saved in {where}; continue with resume=auto", flush=True)
 
 
@@ -136,18 +122,17 @@ def describe_validation(losses: dict[str, float], start: dict[str, float] | None
 def write_run_record(
     job: ResolvedRun,
     agreed: Agreement,
-    steps: tuple[int, int],
+    session: RankSession,
     report: StepReport,
-    run_dir: Path,
+    step: int,
     start: dict[str, float] | None,
     started: float,
     seconds: float,
-    num_threads: int,
 ) -> None:
     """Write the run's JSON record next to its metrics, and print the last lines on the terminal.
 
     Args:
-        steps: the first and last of this start.
+        step: the last.
         start: losses before the first step; None after a resume.
         started: when this start began, seconds since the epoch.
         seconds: of training alone, by all starts.
@@ -168,7 +153,7 @@ def write_run_record(
         if name in report.metrics:  # absent if all steps were done before
             metrics[name] = {"value": report.metrics[name], "unit": unit}
     metrics["train_time"] = {"value": seconds, "unit": "s"}
-    metrics["steps"] = {"value": steps[1], "unit": "steps"}
+    metrics["steps"] = {"value": step, "unit": "steps"}
     metrics |= memory_metrics(agreed.needed_bytes(job)) if job.on_gpu else {}
     metrics |= {} if report.counters is None else count_updates(report.counters)
     run_record = new_record(
@@ -179,14 +164,14 @@ def write_run_record(
         metrics=metrics,
         device=device_name(job.on_gpu),
         settings=gpu_settings(job.on_gpu),
-        layout=job.layout.sizes | {"threads_per_rank": num_threads},
-        steps=list(steps),
+        layout=job.layout.sizes | {"threads_per_rank": session.num_threads},
+        steps=[agreed.step, step],
         started=started,
     )
-    write_record(run_record | {"kernels": asdict(agreed.kernels)}, run_dir / RECORD)
+    write_record(run_record | {"kernels": asdict(agreed.kernels)}, session.folder / RECORD)
     loss = describe_validation(report.validation, start, terms)
     unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
-    print(f"validation loss {loss} at step {steps[1]}; {unigram_loss}")
-    print(f"record: {run_dir / RECORD}", flush=True)
+    print(f"validation loss {loss} at step {step}; {unigram_loss}")
+    print(f"record: {session.folder / RECORD}", flush=True)
     if not math.isfinite(report.validation["val/loss"]):
         print("WARNING: the validation loss is not finite: the run has diverged", file=sys.stderr, flush=True)

@@ -1,11 +1,8 @@
 """Which callbacks a pretraining has, in the order in which they must act."""
 
-from ...planner.flops import dense_peak_flops_per_s
 from ..agreement import Agreement
-from ..checkpoints.resuming import CHECKPOINTS
 from ..checkpoints.saving import Checkpointing
 from ..resolve import ResolvedRun
-from ..runtime.gpu_settings import device_name
 from ..runtime.session import RankSession
 from .layer_statistics import LayerStatistics
 from .profiling import StepProfiler
@@ -17,12 +14,10 @@ from .step_report import StepReport
 
 def add_callbacks(job: ResolvedRun, agreed: Agreement, session: RankSession) -> StepReport:
     """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
-    run, ending = job.run, session.ending
-    peak = dense_peak_flops_per_s(device_name(job.on_gpu), run.precision.dtype, run.trainer.matmul_precision)
-    digest, report = SampleDigest(), StepReport(run, agreed.model, peak, session.watchdog, ending)
+    run, digest, report = job.run, SampleDigest(), StepReport(job, agreed, session)
     callbacks = [digest]
     if run.trainer.check_replicas_every_steps:
-        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, ending))
+        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, session.ending))
     if run.trainer.profiler is not None:
         callbacks.append(StepProfiler(session.folder / "profile"))
     callbacks.append(report)
@@ -30,7 +25,6 @@ def add_callbacks(job: ResolvedRun, agreed: Agreement, session: RankSession) -> 
         callbacks.append(LayerStatistics(run.logger.layer_statistics, session.folder))
     if run.trainer.progress_bar:
         callbacks.append(ProgressLine(report))
-    folder = session.folder / CHECKPOINTS
-    callbacks.append(Checkpointing(folder, run, agreed.describe(job), session.interruption, ending, report, digest))
+    callbacks.append(Checkpointing(job, agreed, session, report, digest))
     session.trainer.callbacks.extend(callbacks)
     return report

@@ -5,13 +5,13 @@ from typing import Any
 
 import lightning as L
 
-from ...config import TransformerConfig
-from ...config.pretrain import RunConfig
 from ...parallel.data_collectives import sum_over_data_ranks
-from ...planner.flops import model_flops_per_step
-from ..runtime.ending import Ending
+from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step
+from ..agreement import Agreement
+from ..resolve import ResolvedRun
 from ..runtime.exit_codes import DIVERGED
-from ..runtime.watchdog import Watchdog
+from ..runtime.gpu_settings import device_name
+from ..runtime.session import RankSession
 from ..step.counters import Counters
 from .diagnosis import diagnose
 from .layer_gradients import layer_gradient_norms
@@ -27,9 +27,8 @@ class StepReport(L.Callback):
     It precedes `Checkpointing` among the callbacks, so that the row of a step is on disk before its checkpoint.
 
     Args:
-        config: the model.
-        peak_flops_per_s: dense peak of one device at the run's precision, for MFU; None if unknown.
-        ending: is set when the run has diverged.
+        job, agreed: the run and its model.
+        session: its watchdog is told of the progress, and its ending is set when the run has diverged.
 
     Attributes:
         metrics: the last row.
@@ -43,17 +42,11 @@ class StepReport(L.Callback):
         as `gradient_norms_of_parts`.
     """
 
-    def __init__(
-        self,
-        run: RunConfig,
-        config: TransformerConfig,
-        peak_flops_per_s: float | None,
-        watchdog: Watchdog,
-        ending: Ending,
-    ) -> None:
-        self.run, self.watchdog, self.ending = run, watchdog, ending
-        self.peak_flops_per_s = peak_flops_per_s
-        self.flops_per_step = model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
+    def __init__(self, job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:
+        self.run, self.watchdog, self.ending = job.run, session.watchdog, session.ending
+        run, device = job.run, device_name(job.on_gpu)
+        self.peak_flops_per_s = dense_peak_flops_per_s(device, run.precision.dtype, run.trainer.matmul_precision)
+        self.flops_per_step = model_flops_per_step(agreed.model, run.data.seq_length, run.global_batch_size)
         self.metrics: dict[str, float] = {}
         self.counters: Counters | None = None
         self.validation: dict[str, float] = {}

@@ -10,14 +10,15 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ...checkpoint import CheckpointError, checkpoint_name, list_checkpoints, read_metadata, remove_checkpoint
-from ...config.pretrain import RunConfig
 from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
+from ..agreement import Agreement
 from ..callbacks.sample_digest import SampleDigest
 from ..callbacks.step_report import StepReport
-from ..runtime.ending import Ending
+from ..resolve import ResolvedRun
 from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
-from ..runtime.interruption import Interruption
+from ..runtime.session import RankSession
+from .resuming import CHECKPOINTS
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
 
@@ -30,10 +31,8 @@ class Checkpointing(L.Callback):
     one is complete.
 
     Args:
-        folder: where `step_<n>.ckpt` directories go.
-        described: the run as a checkpoint keeps it.
-        interruption: whether this process has been asked to stop.
-        ending: is set when the run stops.
+        job, agreed: the run, which a checkpoint keeps as `Agreement.describe` has it.
+        session: has the folder, says whether this process has been asked to stop, and is told when the run stops.
         report, digest: give the validation losses and the data digest to save.
 
     Communicates:
@@ -43,17 +42,11 @@ class Checkpointing(L.Callback):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        run: RunConfig,
-        described: dict[str, Any],
-        interruption: Interruption,
-        ending: Ending,
-        report: StepReport,
-        digest: SampleDigest,
+        self, job: ResolvedRun, agreed: Agreement, session: RankSession, report: StepReport, digest: SampleDigest
     ) -> None:
-        self.folder, self.run, self.described, self.config = folder, run, described, run.checkpoint
-        self.interruption, self.ending, self.report, self.digest = interruption, ending, report, digest
+        self.run, self.config, self.described = job.run, job.run.checkpoint, agreed.describe(job)
+        self.folder, self.interruption, self.ending = session.folder / CHECKPOINTS, session.interruption, session.ending
+        self.report, self.digest = report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
         self.begun: int | None = None  # step of the checkpoint being written
         self.failed: int | None = None  # step of the newest one that could not be written
