@@ -132,7 +132,7 @@ def save_scenario(num_ranks: int, background: bool, step: int = 3, seed: int = 0
 
 
 STRATEGY = SimpleNamespace(
-    is_global_zero=True, global_rank=0, world_size=1, first_error=lambda text: text, broadcast=lambda item: item
+    is_global_zero=True, global_rank=0, world_size=1, agree=lambda action: action(), broadcast=lambda item: item
 )
 
 
@@ -157,7 +157,7 @@ def resume(folder: Path, rank: int) -> None:
     assert agree_on_checkpoint(RUN, folder, None, STRATEGY) == str(folder / "checkpoints" / "step_2.ckpt")
     agreed = SimpleNamespace(step=2, describe=lambda job: {})
     job = SimpleNamespace(files={".hydra/config.yaml": "a: 1\n"}, corpus=SimpleNamespace(folder=corpus))
-    assert prepare_folder(job, agreed, folder, MetricsFile(folder / "metrics.csv", ())) is None
+    prepare_folder(job, agreed, folder, MetricsFile(folder / "metrics.csv", ()))
 
 
 def check_resumed(folder: Path) -> None:

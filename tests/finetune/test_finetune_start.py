@@ -94,7 +94,7 @@ def test_settings_beside_a_vocabulary_come_along_into_the_run_folder(tmp_path) -
         prepare_job(run)
     (ckpt / "tokenizer").rename(tmp_path / "moved")
     job = prepare_job(run)
-    assert prepare_folder(job, tmp_path / "run") is None
+    prepare_folder(job, tmp_path / "run")
     kept = load_tokenizer(tmp_path / "run" / "checkpoints" / "tokenizer", "bert")
     assert kept.fingerprint == load_tokenizer(cased / "vocab.txt", "bert").fingerprint
     assert kept.encode_batch(["CAT"]) != load_tokenizer(uncased / "vocab.txt", "bert").encode_batch(["CAT"])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from lmscale.training.runtime import device_memory
 from lmscale.training.runtime.exit_codes import USER_ERROR
 from lmscale.training.runtime.host_memory import host_memory_available, room_in_groups
 from lmscale.training.runtime.session import new_trainer, run_on_this_rank
+from lmscale.training.strategy import TensorParallelStrategy
 
 
 def make_group(folder: Path, limit: str, used: int, cached: int, version: int) -> None:
@@ -74,10 +76,13 @@ def gpu_with(monkeypatch) -> Callable[..., None]:
 def ranks(errors: list[str | None]) -> SimpleNamespace:
     """The strategy of rank 1, whose other ranks have these errors."""
 
-    def first_error(error: str | None) -> str | None:
-        return next((text for text in (errors[0], error, *errors[1:]) if text is not None), None)
+    def gather(error: ValueError | None) -> list[ValueError | None]:
+        first, *others = (text and device_memory.DeviceMemoryError(text) for text in errors)
+        return [first, error, *others]
 
-    return SimpleNamespace(parallel=ParallelContext(), global_rank=1, first_error=first_error)
+    strategy = SimpleNamespace(parallel=ParallelContext(), global_rank=1, is_global_zero=False, gather=gather)
+    strategy.agree = partial(TensorParallelStrategy.agree, strategy)
+    return strategy
 
 
 def test_a_run_is_refused_with_what_it_needs_what_is_free_and_what_there_is(gpu_with) -> None:

@@ -112,7 +112,7 @@ def test_every_damaged_metrics_file_of_a_resumed_run_is_kept(tmp_path, capsys) -
     for text, number in zip(texts, ("", "2", "3"), strict=True):
         name = f"metrics.csv.damaged{number}"
         (tmp_path / METRICS).write_text(text)
-        assert prepare_folder(job, agreed, tmp_path, MetricsFile(tmp_path / METRICS)) is None
+        prepare_folder(job, agreed, tmp_path, MetricsFile(tmp_path / METRICS))
         assert f"metrics.csv cannot be read; kept as {name}, a new one begins" in capsys.readouterr().err
         assert (tmp_path / name).read_text() == text
 
@@ -140,7 +140,8 @@ import sys, time
 from pathlib import Path
 from lmscale.training.runtime.run_lock import RunLock
 lock = RunLock()
-print(lock.take(Path(sys.argv[1])), flush=True)
+lock.take(Path(sys.argv[1]))
+print("locked", flush=True)
 time.sleep(100)
 """
 
@@ -150,18 +151,20 @@ def test_a_folder_in_use_is_refused_by_name_until_its_process_is_killed(tmp_path
     (tmp_path / "metrics.csv").touch()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout.readline() == "None\n"
+        assert holder.stdout.readline() == "locked\n"
         expected = f"the run folder {tmp_path} is in use by another job (process {holder.pid} on {os.uname().nodename})"
         with pytest.raises(ValueError) as refusal:
             check_not_in_use(tmp_path)
         assert str(refusal.value) == expected
-        assert RunLock().take(tmp_path) == expected
+        with pytest.raises(ValueError) as refusal:
+            RunLock().take(tmp_path)
+        assert str(refusal.value) == expected
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
     check_not_in_use(tmp_path)
     lock = RunLock()
-    assert lock.take(tmp_path) is None
+    lock.take(tmp_path)
     lock.release()
     assert (tmp_path / "metrics.csv").exists()
 
@@ -170,11 +173,12 @@ def test_a_requeued_job_waits_for_the_lock_of_a_crashed_host(tmp_path, monkeypat
     monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.0)
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
-        assert holder.stdout.readline() == "None\n"
-        assert "is in use" in RunLock().take(tmp_path)
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match="is in use"):
+            RunLock().take(tmp_path)
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         threading.Timer(0.5, holder.kill).start()
-        assert RunLock().take(tmp_path) is None
+        RunLock().take(tmp_path)
     finally:
         holder.kill()
         holder.communicate()
@@ -184,7 +188,7 @@ def test_a_requeued_job_waits_for_the_lock_of_a_crashed_host(tmp_path, monkeypat
 def test_a_folder_with_nothing_but_the_lock_goes_with_it(tmp_path, is_gone: bool) -> None:
     (tmp_path / "run").mkdir()
     lock = RunLock()
-    assert lock.take(tmp_path / "run") is None
+    lock.take(tmp_path / "run")
     if is_gone:  # removed while the job ran
         shutil.rmtree(tmp_path / "run")
     lock.release()

@@ -124,9 +124,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     if job.on_gpu and features is not None:
         workload = finetuning_workload(run, job.start.config, on_gpu=True)
         check_free_memory(state_bytes(workload, job.layout), strategy)
-    problem = strategy.first_error(prepare_folder(job, folder) if session.is_first else None)
-    if problem is not None:
-        raise CheckpointError(problem)
+    strategy.agree(partial(prepare_folder, job, folder), first_rank_only=True)
     if run.trainer.save:
         strategy.check_shared(folder / "checkpoints")
     model = FinetuneModule(run, job.start, job.scored_features(), steps_per_epoch, session)

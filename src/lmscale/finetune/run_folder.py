@@ -4,12 +4,13 @@ import shutil
 import time
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
 from ..training.announcement import describe_channel
 from ..training.callbacks.diagnosis import count_updates
+from ..training.run_folder import write_first_files
 from ..training.runtime.gpu_settings import device_name, gpu_settings
+from ..training.runtime.run_lock import run_folder_errors
 from .features import Features
 from .module import FinetuneModule
 from .preparing import FinetuneJob
@@ -18,24 +19,18 @@ from .record_kind import record_kind
 RECORD = "record.json"
 
 
-def prepare_folder(job: FinetuneJob, run_dir: Path) -> str | None:
-    """On rank 0: write the files that precede the first step; returns why that fails, or None."""
-    try:
-        checkpoints = run_dir / "checkpoints"
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(checkpoints)
-        for name, text in job.files.items():
-            (run_dir / name).parent.mkdir(exist_ok=True)
-            (run_dir / name).write_text(text, encoding="utf-8")
+def prepare_folder(job: FinetuneJob, run_dir: Path) -> None:
+    """Write the files that precede the first step.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    with run_folder_errors(run_dir):
+        # Not a copy of the tokenizer's files: settings beside a vocabulary would be left behind.
+        write_first_files(run_dir, job.files, job.start.tokenizer.encode())
         # Of an attempt that wrote no record.
         (run_dir / "scores.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "predictions", ignore_errors=True)
-        # Not a copy of its files: settings beside a vocabulary would be left behind.
-        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-        (checkpoints / TOKENIZER_FOLDER / "tokenizer.json").write_text(job.start.tokenizer, encoding="utf-8")
-    except OSError as error:
-        return f"the run folder {run_dir} cannot be used: {error}"
-    return None
 
 
 def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None, context: ParallelContext) -> None:

@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint import CheckpointError, check_model, read_metadata
+from ..checkpoint import check_model, read_metadata
 from ..config import TransformerConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..kernels import Kernels
@@ -67,18 +68,12 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
         CheckpointError, ScheduleDiffersError: the checkpoint cannot be used; the same on all ranks.
 
     Communicates:
-        as `agree_on_checkpoint`, one short text per rank, and one small object from rank 0 to the world.
+        as `agree_on_checkpoint`, one small object per rank, and one small object from rank 0 to the world.
     """
-    run, strategy, chosen, problem = job.run, session.strategy, None, None
+    run, strategy = job.run, session.strategy
     session.watchdog.mark("the check of the checkpoint")
-    if session.is_first:  # until the lock another job may have written checkpoints, and a restart goes on from its own
-        try:
-            chosen = find_checkpoint(run)
-        except ValueError as error:
-            problem = str(error)
-    problem = strategy.first_error(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
+    # Until the lock another job may have written checkpoints, and a restart goes on from its own.
+    chosen = strategy.agree(partial(find_checkpoint, run), first_rank_only=True)
     path, resumes = agree_on_checkpoint(run, session.folder, chosen, strategy), False
     optimizer, schedule = job.optimizer, job.schedule
     step, train_time_s = 0, 0.0

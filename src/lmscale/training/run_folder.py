@@ -5,9 +5,10 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, CheckpointError, remove_unfinished, set_aside
+from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished, set_aside
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..results import new_record, write_record
@@ -22,6 +23,7 @@ from .resolve import ResolvedRun
 from .runtime.device_memory import memory_metrics
 from .runtime.exit_codes import DIVERGED, INTERRUPTED
 from .runtime.gpu_settings import device_name, gpu_settings
+from .runtime.run_lock import run_folder_errors
 from .runtime.session import RankSession
 
 METRICS, RECORD = "metrics.csv", "record.json"
@@ -37,44 +39,43 @@ def begin_run_folder(job: ResolvedRun, agreed: Agreement, session: RankSession, 
         CheckpointError: the folder cannot be written, or some rank does not see it; the same on all ranks.
     """
     run_dir, strategy, last_step = session.folder, session.strategy, session.trainer.max_steps
-    has_ended = agreed.step >= last_step and (run_dir / RECORD).is_file()
-    problem = None
-    if session.is_first:
-        if has_ended:
+    if agreed.step >= last_step and (run_dir / RECORD).is_file():
+        if session.is_first:
             print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
-        else:
-            announce(job, agreed, session)
-            problem = prepare_folder(job, agreed, run_dir, metrics)
-    problem = strategy.first_error(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
-    if not has_ended:
-        strategy.check_shared(run_dir / CHECKPOINTS)
-    return not has_ended
+        return False
+    if session.is_first:
+        announce(job, agreed, session)
+    strategy.agree(partial(prepare_folder, job, agreed, run_dir, metrics), first_rank_only=True)
+    strategy.check_shared(run_dir / CHECKPOINTS)
+    return True
 
 
-def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: MetricsFile) -> str | None:
-    """Write the files that precede the first step; returns why that fails, or None."""
-    try:
-        checkpoints = run_dir / CHECKPOINTS
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(checkpoints)
-        for name, text in ({"config.json": json.dumps(agreed.describe(job), indent=1)} | job.files).items():
-            (run_dir / name).parent.mkdir(exist_ok=True)
-            write_atomically(run_dir / name, text.encode())
-        # Next to the checkpoints, where conversion and evaluation look for it.
-        (checkpoints / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: MetricsFile) -> None:
+    """Write the files that precede the first step.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    with run_folder_errors(run_dir):
         tokenizer = (Path(job.corpus.folder) / "tokenizer.json").read_bytes()
-        write_atomically(checkpoints / TOKENIZER_FOLDER / "tokenizer.json", tokenizer)
+        write_first_files(run_dir, {"config.json": json.dumps(agreed.describe(job), indent=1)} | job.files, tokenizer)
         try:
             metrics.resume_at(agreed.step)
         except (ValueError, LookupError, csv.Error):  # torn by a crash of the machine
             keep_damaged(run_dir / METRICS)
             metrics.resume_at(agreed.step)
         (run_dir / RECORD).unlink(missing_ok=True)  # of a part of this run, which goes on
-    except OSError as error:
-        return f"the run folder {run_dir} cannot be used: {error}"
-    return None
+
+
+def write_first_files(run_dir: Path, files: dict[str, str], tokenizer: bytes) -> None:
+    """Write files by path, and the tokenizer next to the checkpoints, where conversion and evaluation look for it."""
+    checkpoints = run_dir / CHECKPOINTS
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(checkpoints)
+    data = {run_dir / name: text.encode() for name, text in files.items()}
+    for path, content in (data | {checkpoints / TOKENIZER_FOLDER / "tokenizer.json": tokenizer}).items():
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, content)
 
 
 def keep_damaged(path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,9 @@ def find_checkpoint(run: RunConfig) -> str | None:
             )
         return None
     if path == "auto":
-        newest = next((path for path in reversed(own) if _problem(path, with_files=True) is None), None)
+        newest = next((path for path in reversed(own) if _problem(path) is None), None)
         if own and newest is None:
-            raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1], with_files=True)}")
+            raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1])}")
         return newest and str(newest)
     check_given("resume", path, "none, auto, a checkpoint or a run folder")
     chosen = latest_checkpoint(Path(path).absolute())
@@ -206,21 +207,22 @@ def agree_on_checkpoint(
     falls_back = run.resume.path == "auto" or (is_restart() and bool(own))
     candidates = own if falls_back else [Path(chosen)] if chosen else []
     falls_back, candidates = strategy.broadcast((falls_back, candidates))
-    damaged: list[tuple[Path, str]] = []
+    damaged: list[tuple[Path, CheckpointError]] = []
     for path in candidates:
-        problem = strategy.first_error(_problem(path))
-        if problem is None:
-            damage = find_damage(path, read_metadata(path), strategy.global_rank, strategy.world_size)
-            problem = strategy.first_error(damage and f"checkpoint {path.name} is damaged: {damage}")
-        if problem is None:
-            if strategy.is_global_zero:
-                for worse, reason in damaged:
-                    warning = f"WARNING: {reason}; set aside as {set_aside(worse).name}, falling back to {path.name}"
-                    print(warning, file=sys.stderr, flush=True)
-            return str(path)
-        if not falls_back:
-            raise CheckpointError(problem)
-        damaged.append((path, problem))
+        try:
+            strategy.agree(partial(_check_intact, path, strategy.global_rank, strategy.world_size))
+        except CheckpointVersionError:
+            raise  # it is not damaged: falling back to an older one would hide that
+        except CheckpointError as error:
+            if not falls_back:
+                raise
+            damaged.append((path, error))
+            continue
+        if strategy.is_global_zero:
+            for worse, reason in damaged:
+                warning = f"WARNING: {reason}; set aside as {set_aside(worse).name}, falling back to {path.name}"
+                print(warning, file=sys.stderr, flush=True)
+        return str(path)
     if damaged:  # all keep their names: without any, the next start would begin the run anew
         number, folder = len(damaged), run_dir / CHECKPOINTS
         raise CheckpointError(f"none of the {number} checkpoints in {folder} is good; the newest: {damaged[0][1]}")
@@ -248,14 +250,19 @@ def check_data_digest(path: str, samples: RunSamples, strategy: TensorParallelSt
         )
 
 
-def _problem(path: Path, with_files: bool = False) -> str | None:
-    """What is wrong with a checkpoint's metadata and, if asked for, with the presence and length of its files."""
+def _check_intact(path: Path, rank: int, num_ranks: int) -> None:
+    """Check the metadata of a checkpoint and every byte of this rank's share of its files."""
+    damage = find_damage(path, read_metadata(path), rank, num_ranks)
+    if damage is not None:
+        raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
+
+
+def _problem(path: Path) -> str | None:
+    """What is wrong with a checkpoint's metadata, or with the presence and length of its files."""
     try:
-        metadata = read_metadata(path)
-        if with_files:
-            check_files(path, metadata)
+        check_files(path, read_metadata(path))
     except CheckpointVersionError:
-        raise  # it is not damaged: falling back to an older one would hide that
+        raise  # as in `agree_on_checkpoint`
     except CheckpointError as error:
         return str(error)
     return None

@@ -85,13 +85,28 @@ class ShardedCheckpointStrategy(DDPStrategy):
             dist.broadcast(votes, src=self.global_rank - self.local_rank, group=self.host_group)
         return [bool(vote) for vote in votes.tolist()]
 
-    def first_error(self, error: str | None) -> str | None:
-        """The error of the lowest rank that has one, the same on all ranks; None if no rank has one.
+    def agree(self, action: Callable[[], Any], first_rank_only: bool = False) -> Any:
+        """Return this rank's `action()`; if it fails on any rank, raise the error of the lowest such rank on all ranks.
+
+        Args:
+            first_rank_only: the other ranks do nothing and return None.
+
+        Raises:
+            ValueError: of the kind that `action` has raised; a plain one becomes a `CheckpointError`.
 
         Communicates:
-            one short text per rank over the world, between the hosts.
+            one small object per rank over the world, between the hosts.
         """
-        return next((text for text in self.gather(error) if text is not None), None)
+        result = error = None
+        try:
+            if self.is_global_zero or not first_rank_only:
+                result = action()
+        except ValueError as problem:
+            error = problem
+        error = next((each for each in self.gather(error) if each is not None), None)
+        if error is not None:
+            raise CheckpointError(str(error)) if type(error) is ValueError else error
+        return result
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's small item by rank, on all ranks.
@@ -111,18 +126,21 @@ class ShardedCheckpointStrategy(DDPStrategy):
             CheckpointError: some rank does not; raised on all ranks.
 
         Communicates:
-            one short text per rank over the world, twice.
+            one small object per rank over the world, twice.
         """
         note = folder / f".{self.writer.token}.shared"
-        if self.is_global_zero:
-            note.touch()
-        self.first_error(None)
-        missing = f"rank {self.global_rank} does not see {folder}: it must be on a file system that all ranks share"
-        missing = self.first_error(None if _appears(note) else missing)
-        if self.is_global_zero:
-            note.unlink()
-        if missing is not None:
-            raise CheckpointError(missing)
+
+        def look() -> None:
+            if not _appears(note):
+                problem = f"rank {self.global_rank} does not see {folder}"
+                raise CheckpointError(f"{problem}: it must be on a file system that all ranks share")
+
+        self.agree(note.touch, first_rank_only=True)
+        try:
+            self.agree(look)
+        finally:
+            if self.is_global_zero:
+                note.unlink()
 
     def begin_save(
         self,

@@ -1,5 +1,7 @@
 """The memory of a GPU beyond a rank's tensors: what is free once its process groups exist, and what a run has taken."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
@@ -7,7 +9,7 @@ from ...planner.memory import GIB
 from ..strategy import TensorParallelStrategy
 
 
-class DeviceMemoryError(RuntimeError):
+class DeviceMemoryError(ValueError):
     """A rank's tensors do not fit beside what its GPU already holds."""
 
 
@@ -23,7 +25,7 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
         DeviceMemoryError: naming the bytes needed, free and in all, of the first such rank; on all ranks.
 
     Communicates:
-        a barrier in each group of the grid, whose first collective allocates NCCL's buffers; one short text per rank.
+        a barrier in each group of the grid, whose first collective allocates NCCL's buffers; as `agree`.
     """
     parallel = strategy.parallel
     for group, size in (
@@ -35,17 +37,17 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
             dist.barrier(group)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()  # of an earlier job of this process
+    strategy.agree(partial(_check_fits, needed, strategy.global_rank))
+
+
+def _check_fits(needed: int, rank: int) -> None:
     free, total = torch.cuda.mem_get_info()
-    problem = None
     if needed > free:
-        problem = (
+        raise DeviceMemoryError(
             f"the memory a rank needs must be at most what is free on its GPU once its process groups exist, but rank "
-            f"{strategy.global_rank} needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
+            f"{rank} needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
             "free; end other processes on this GPU, or see parallel.tp_size, micro_batch_size and recomputation"
         )
-    problem = strategy.first_error(problem)
-    if problem is not None:
-        raise DeviceMemoryError(problem)
 
 
 def memory_metrics(needed: int) -> dict[str, dict]:

@@ -1,7 +1,8 @@
 """One job per run folder: two would delete each other's unfinished checkpoints and mix their metrics."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -19,19 +20,20 @@ class RunLock:
     def __init__(self) -> None:
         self._file: IO[str] | None = None
 
-    def take(self, folder: Path) -> str | None:
-        """Lock the folder; returns None, or why that fails. Waits some seconds for a job that is just ending."""
-        try:
+    def take(self, folder: Path) -> None:
+        """Make the folder and lock it; waits some seconds for a job that is just ending.
+
+        Raises:
+            ValueError: it cannot be used, or another process holds its lock.
+        """
+        with run_folder_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             file = open(folder / LOCK, "a+", encoding="utf-8")
-        except OSError as error:
-            return f"the run folder {folder} cannot be used: {error}"
-        if not lock(file, _patience_s()):
-            return _in_use(folder, file)
-        file.truncate(0)
-        file.write(f"{os.getpid()} on {os.uname().nodename}")
-        file.flush()
+            _lock_or_refuse(folder, file)
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {os.uname().nodename}")
+            file.flush()
         self._file = file
-        return None
 
     def release(self) -> None:
         """Release the lock; a folder without anything else, as a refused run leaves it, is removed."""
@@ -56,15 +58,21 @@ def check_not_in_use(folder: Path) -> None:
     if not (folder / LOCK).is_file() or not os.access(folder / LOCK, os.R_OK | os.W_OK):
         return
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
-        if not lock(file, _patience_s(), shared=True):
-            raise ValueError(_in_use(folder, file))
+        _lock_or_refuse(folder, file, shared=True)
 
 
-def _patience_s() -> float:
-    """How long to wait for the lock; a job that Slurm has requeued waits for a lease."""
-    return _LEASE_S if was_requeued() else _PATIENCE_S
+@contextmanager
+def run_folder_errors(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a ValueError that names the run folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"the run folder {folder} cannot be used: {error}") from None
 
 
-def _in_use(folder: Path, file: IO[str]) -> str:
-    file.seek(0)
-    return f"the run folder {folder} is in use by another job (process {file.read().strip() or 'unknown'})"
+def _lock_or_refuse(folder: Path, file: IO[str], shared: bool = False) -> None:
+    patience_s = _LEASE_S if was_requeued() else _PATIENCE_S
+    if not lock(file, patience_s, shared):
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        raise ValueError(f"the run folder {folder} is in use by another job (process {owner})")

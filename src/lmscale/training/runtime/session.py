@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ def run_on_this_rank(
         num_threads, reason = share_cores(job.num_threads)  # after Lightning's own
         if not job.on_gpu:
             keep_heap()
-        folder = watchdog.folder = _lock_folder(strategy, Path(run.run_dir), lock)
+        folder = strategy.broadcast(Path(run.run_dir))  # under torchrun each rank has computed its own
+        strategy.agree(partial(lock.take, folder), first_rank_only=True)
+        watchdog.folder = folder
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
@@ -163,22 +166,3 @@ def _end_process_group(failed: bool) -> None:
     """Leave the process group, after a failure without waiting for ranks that may be inside a collective."""
     if dist.is_initialized() and not (failed and abort_nccl()):
         dist.destroy_process_group()
-
-
-def _lock_folder(strategy: TensorParallelStrategy, own: Path, lock: RunLock) -> Path:
-    """Return rank 0's run folder on all ranks (under torchrun each rank has computed its own), locked for this job.
-
-    Raises:
-        CheckpointError: it cannot be created, or another job holds its lock; the same on all ranks.
-    """
-    folder, problem = strategy.broadcast(own), None
-    if strategy.is_global_zero:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            problem = lock.take(folder)
-        except OSError as error:
-            problem = f"the run folder {folder} cannot be used: {error}"
-    problem = strategy.first_error(problem)
-    if problem is not None:
-        raise CheckpointError(problem)
-    return folder
