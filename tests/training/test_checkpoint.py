@@ -20,7 +20,7 @@ from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model,
 from lmscale.config import TransformerConfig
 from lmscale.data.sampler import EpochShuffle
 from lmscale.training.checkpoints import saving, sharded_strategy
-from lmscale.training.checkpoints.resuming import ScheduleDiffersError, find_checkpoint
+from lmscale.training.checkpoints.resuming import ScheduleDiffersError, check_fit, find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.runtime.exit_codes import DONE, INTERRUPTED
@@ -332,8 +332,9 @@ def test_a_branch_that_would_have_been_another_run_is_refused(finished, tmp_path
     run = tiny_run("gpt", tmp_path, resume=str(finished), **LONG | changes)
     with pytest.raises(ScheduleDiffersError, match=message):
         resolve(run)
-    kept = resolve(dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="keep")))
-    assert kept.schedule == tiny_run("gpt", tmp_path).schedule and kept.optimizer == tiny_run("gpt", tmp_path).optimizer
+    job = resolve(dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="keep")))
+    _, *kept = check_fit(job.run, job.model, job.corpus.content_hash, job.checkpoint)
+    assert kept == [tiny_run("gpt", tmp_path).optimizer, tiny_run("gpt", tmp_path).schedule]
 
 
 def test_what_a_resume_keeps_against_the_given_keys_is_printed(finished, tmp_path, capfd) -> None:

@@ -109,7 +109,7 @@ def test_a_run_ends_with_one_line_before_its_model_is_built(tmp_path, gpu_with, 
     job = resolve.resolve(tiny_run("gpt", tmp_path))
     workload = Workload.of(job.run, on_gpu=True)
     needed = estimate_memory(dataclasses.replace(workload, config=job.model), job.layout).total
-    agreed = Agreement(None, False, 0, 0.0, job.optimizer, job.schedule, job.model, job.kernels)
+    agreed = Agreement(None, False, 0, 0.0, job.run.optimizer, job.run.schedule, job.model, job.kernels)
     monkeypatch.setattr(pretrain, "agree", lambda job, session: agreed)
     monkeypatch.setattr(pretrain, "train_as_agreed", lambda *_: 0)
     on_gpu = dataclasses.replace(job, accelerator="gpu")

@@ -57,7 +57,6 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
         run=run,
         layout=layout,
         accelerator=accelerator,
-        num_threads=run.trainer.num_threads,
         start=start,
         train=train,
         sets=sets,

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import check_model, read_metadata
 from ..config import TransformerConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..kernels import Kernels
@@ -48,8 +47,7 @@ class Agreement:
     def describe(self, job: ResolvedRun) -> dict[str, Any]:
         """The run as its files have it: the configuration as requested, with what was decided in place of `auto`."""
         values = job.run.to_dict()
-        values["trainer"] |= {"accelerator": job.accelerator, "num_threads": job.num_threads}
-        values["trainer"]["num_validation_samples"] = job.num_validation_samples
+        values["trainer"] |= {"accelerator": job.accelerator, "num_validation_samples": job.num_validation_samples}
         values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute.value}
         values["optimizer"] |= asdict(self.optimizer)
         return values | {"compile": self.kernels.compiles, "schedule": asdict(self.schedule)}
@@ -75,14 +73,10 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     # Until the lock another job may have written checkpoints, and a restart goes on from its own.
     chosen = strategy.agree(partial(find_checkpoint, run), first_rank_only=True)
     path, resumes = agree_on_checkpoint(run, session.folder, chosen, strategy), False
-    optimizer, schedule = job.optimizer, job.schedule
+    optimizer, schedule = run.optimizer, run.schedule
     step, train_time_s = 0, 0.0
-    if path is not None:
-        found = read_metadata(path)
-        if path != job.checkpoint:  # under torchrun, or back to an older one
-            check_model(found, job.model.to_dict(), path)
-            if not run.resume.weights_only:
-                optimizer, schedule = check_fit(run, job.corpus.content_hash, path, found)
+    if path is not None:  # under torchrun, or back to an older one, not that of `resolve`
+        found, optimizer, schedule = check_fit(run, job.model, job.corpus.content_hash, path)
         resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
         if resumes:
             step, train_time_s = found.step, found.state.get("train_time_s", math.nan)

@@ -14,14 +14,12 @@ class Job:
 
     Args:
         run: the configuration as requested.
-        num_threads: CPU threads per rank; None: the ranks of a host share its cores.
         files: texts by path, written into the run folder when training starts.
     """
 
     run: RunConfig | FinetuneConfig
     layout: Layout
     accelerator: Literal["cpu", "gpu"]
-    num_threads: int | None = None
     files: dict[str, str] = field(default_factory=dict)
 
     @property

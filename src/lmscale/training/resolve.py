@@ -11,7 +11,6 @@ from pathlib import Path
 from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
 from ..config.pretrain import RunConfig
-from ..config.training import OptimizerConfig, ScheduleConfig
 from ..data.prepare import check_corpus, prepare_corpus
 from ..data.prepared import PreparedCorpus
 from ..data.sampler import resolve_validation
@@ -51,14 +50,11 @@ class ResolvedRun(CheckedRun):
 
     Args:
         num_validation_samples: sequences scored each time; None: all.
-        optimizer, schedule: the run's, or with `resume.schedule=keep` the checkpoint's.
     """
 
     batch: BatchConfig
     corpus: PreparedCorpus
     num_validation_samples: int | None
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
 
 
 def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
@@ -74,26 +70,15 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
     model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
     batch = run.check_layout(checked.layout, model)
-    optimizer, schedule, resumed = run.optimizer, run.schedule, None
+    resumed = None
     if checked.checkpoint is not None:
-        from ..checkpoint import check_model, read_metadata
         from .checkpoints.resuming import check_fit
 
-        found = read_metadata(checked.checkpoint)
-        check_model(found, model.to_dict(), checked.checkpoint)
-        if not run.resume.weights_only:
-            resumed = found
-            optimizer, schedule = check_fit(run, corpus.content_hash, checked.checkpoint, found)
-    num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed and resumed.run)
+        found, _, _ = check_fit(run, model, corpus.content_hash, checked.checkpoint)
+        resumed = None if run.resume.weights_only else found.run
+    num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed)
     decided = vars(checked) | {"model": model, "files": files or {}}
-    return ResolvedRun(
-        **decided,
-        batch=batch,
-        corpus=corpus,
-        num_validation_samples=num_validation,
-        optimizer=optimizer,
-        schedule=schedule,
-    )
+    return ResolvedRun(**decided, batch=batch, corpus=corpus, num_validation_samples=num_validation)
 
 
 def check_values(values: dict) -> None:
@@ -144,7 +129,6 @@ def check(run: RunConfig) -> CheckedRun:
         run=run,
         layout=layout,
         accelerator=device,
-        num_threads=run.trainer.num_threads,
         model=workload.config,
         measures_attention=attention is None,
         kernels=kernels,

@@ -15,12 +15,14 @@ from ...checkpoint import (
     CheckpointMetadata,
     CheckpointVersionError,
     check_files,
+    check_model,
     find_damage,
     list_checkpoints,
     read_metadata,
     set_aside,
 )
 from ...checkpoint.metadata import check_given, latest_checkpoint
+from ...config import TransformerConfig
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
@@ -103,20 +105,23 @@ def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | 
 
 
 def check_fit(
-    run: RunConfig, corpus_hash: str, path: str, metadata: CheckpointMetadata
-) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """Check that a run fits the checkpoint of its model that it resumes from; returns its optimizer and schedule.
+    run: RunConfig, model: TransformerConfig, corpus_hash: str, path: str
+) -> tuple[CheckpointMetadata, OptimizerConfig, ScheduleConfig]:
+    """Check that a run fits the checkpoint that it starts from; returns its metadata, and the optimizer and schedule.
 
     Args:
+        model: the run's, with its vocabulary.
         corpus_hash: hash of the tokenized training text.
-        path, metadata: of the checkpoint.
 
     Raises:
-        CheckpointError: the initial weights or the data differ; every difference is listed. The checkpoint is past the
-            end of the run.
+        CheckpointError: the checkpoint is of another model. Unless `resume.weights_only`: the initial weights or the
+            data differ; every difference is listed. The checkpoint is past the end of the run.
         ScheduleDiffersError: the rates so far or the optimizer differ under `resume.schedule=assert`.
     """
-    name = Path(path).name
+    metadata, name = read_metadata(path), Path(path).name
+    check_model(metadata, model.to_dict(), path)
+    if run.resume.weights_only:
+        return metadata, run.optimizer, run.schedule
     if not metadata.optimizer:
         raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
     lacking = [key for key in _COUNTERS if key not in metadata.optimizer] + [
@@ -147,7 +152,7 @@ def check_fit(
             f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
             "the data; `resume.weights_only`=true starts a new run from the weights)"
         )
-    return _choose_schedule(run, then, name, metadata.optimizer["num_updates"])
+    return metadata, *_choose_schedule(run, then, name, metadata.optimizer["num_updates"])
 
 
 def _differences(keys: Iterable[str], run: RunConfig, then: dict[str, Any]) -> list[str]:

@@ -128,7 +128,7 @@ def run_on_this_rank(
     watchdog.start()
     try:
         strategy.setup_environment()
-        num_threads, reason = share_cores(job.num_threads)  # after Lightning's own
+        num_threads, reason = share_cores(run.trainer.num_threads)  # after Lightning's own
         if not job.on_gpu:
             keep_heap()
         folder = strategy.broadcast(Path(run.run_dir))  # under torchrun each rank has computed its own
