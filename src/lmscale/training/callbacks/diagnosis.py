@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..step.counters import Counters
 from ..step.training_module import MicroBatch, TrainingModule
@@ -13,23 +14,30 @@ from ..step.training_module import MicroBatch, TrainingModule
 def diagnose(module: TrainingModule, micro_batches: list[MicroBatch]) -> dict[str, Any]:
     """List what is not finite on this rank after a step: weights, gradients, and the first output in a forward pass.
 
+    Names are in registration (forward) order; the output's is that of its submodule, or None.
+
     Args:
         micro_batches: of the step.
     """
-    report: dict[str, Any] = parameters_that_are_not_finite(module.model, module.optimizer.gradients())
+    weights, gradients = module.model.named_parameters(), module.optimizer.gradients().items()
+    layers, outputs = {layer: name for name, layer in module.model.named_modules()}, []
+
+    def look(layer: nn.Module, inputs: Any, output: Any) -> None:
+        # Logits, whose padded columns are -inf by design, are no module's output: the model returns losses.
+        found = output if isinstance(output, tuple) else (output,)
+        if layer in layers and any(isinstance(each, Tensor) and not each.isfinite().all() for each in found):
+            outputs.append(layers[layer])
+
+    report: dict[str, Any] = {
+        "weights": [name for name, param in weights if not param.isfinite().all()],
+        "gradients": [name for name, gradient in gradients if not gradient.isfinite().all()],
+    }
     eager = torch.compiler.set_stance("force_eager")  # hooks break the graphs: each layer would be compiled in pieces
-    with torch.no_grad(), eager, FirstNonFiniteOutput(module.model) as watched:
+    with torch.no_grad(), eager, register_module_forward_hook(look):
         for micro_batch in micro_batches:  # all: the tensor ranks communicate, and may not see the same values
             module.forward_pass(micro_batch, module.dropout_keys(micro_batch))
     place = {name: getattr(module.parallel, name) for name in ("tp_rank", "pp_rank", "dp_rank")}
-    return report | {"forward": watched.name} | place
-
-
-def parameters_that_are_not_finite(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Names of this rank's parameters whose weight, or gradient, is not finite, in registration (forward) order."""
-    weights = [name for name, param in model.named_parameters() if not bool(param.isfinite().all())]
-    bad = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
-    return {"weights": weights, "gradients": bad}
+    return report | {"forward": next(iter(outputs), None)} | place
 
 
 def count_updates(counters: Counters) -> dict[str, dict[str, Any]]:
@@ -44,33 +52,6 @@ def count_updates(counters: Counters) -> dict[str, dict[str, Any]]:
         )
     counts = {name: getattr(counters, name) for name in ("num_updates", "num_skipped")}
     return {name: {"value": count, "unit": "steps"} for name, count in counts.items()}
-
-
-class FirstNonFiniteOutput:
-    """Watches a forward pass for the first submodule whose output is not finite.
-
-    Use as a context manager around the pass; `name` is then the submodule's dotted name, or None.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.name: str | None = None
-        self._model = model
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> "FirstNonFiniteOutput":
-        for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_hook(lambda _m, _i, out, name=name: self._look(name, out)))
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _look(self, name: str, output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        # Logits, whose padded columns are -inf by design, are no module's output: the model returns losses.
-        if self.name is None and any(isinstance(o, Tensor) and not o.isfinite().all() for o in outputs):
-            self.name = name
 
 
 def first_cause(reports: list[dict[str, Any]], names: list[str]) -> str:
