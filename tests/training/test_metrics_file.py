@@ -15,7 +15,7 @@ from lmscale.training.callbacks.step_report import StepReport
 from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
 from lmscale.training.metrics_file import MetricsFile
 from lmscale.training.module import BERTModule, GPTModule
-from lmscale.training.runtime.ending import Ending
+from lmscale.training.runtime.session import Ending
 from lmscale.training.runtime.watchdog import Watchdog
 
 

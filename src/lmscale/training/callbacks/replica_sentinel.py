@@ -6,8 +6,8 @@ import lightning as L
 
 from ...parallel import ParallelContext, fingerprint, first_difference
 from ...parallel.pipeline import gather_from_stages
-from ..runtime.ending import Ending
 from ..runtime.exit_codes import REPLICAS_DIFFER
+from ..runtime.session import Ending
 from ..runtime.watchdog import print_error
 from ..step.optimizer import MixedPrecisionAdamW
 from .sample_digest import SampleDigest

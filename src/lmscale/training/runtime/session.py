@@ -24,8 +24,7 @@ from ..job import Job
 from ..strategy import TensorParallelStrategy
 from .cpu_settings import keep_heap
 from .device_memory import DeviceMemoryError
-from .ending import Ending
-from .exit_codes import USER_ERROR
+from .exit_codes import DONE, USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
 from .lost_rank import abort_nccl, end_rank
@@ -38,6 +37,18 @@ logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
 warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch ended")
+
+
+class Ending:
+    """The exit code of a run, decided equally on every rank; a callback that stops the run sets it."""
+
+    def __init__(self) -> None:
+        self.exit_code = DONE
+
+    def stop(self, trainer: L.Trainer, exit_code: int) -> None:
+        """Stop the training after this step; Lightning's `should_stop` would validate once more."""
+        self.exit_code = exit_code
+        trainer.fit_loop.epoch_loop.max_steps = trainer.global_step
 
 
 @dataclass(frozen=True)
