@@ -11,7 +11,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checkpoint import (
     CheckpointError,
@@ -149,6 +149,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         state: dict[str, Any],
         in_background: bool = False,
         on_complete: Callable[[Path], None] | None = None,
+        weights_only: bool = False,
     ) -> None:
         """Start writing the state after the last step, on all ranks; returns when the tensors may change.
 
@@ -156,54 +157,40 @@ class ShardedCheckpointStrategy(DDPStrategy):
             run: the run's configuration, kept with the checkpoint.
             state: what else the run needs to resume.
             on_complete: called on rank 0, in the saving thread, when the checkpoint is complete.
+            weights_only: without moments and counters; for half types the fp32 masters, once training has started.
         """
-        optimizer = self.optimizers[0]
-        metadata, share = self._describe(optimizer.kinds, optimizer.state_dict(), run, state)
-        tensors = optimizer.whole_tensors(share.places)
-        self.writer.begin(path, tensors, metadata, share, in_background, on_complete, self.parallel.zero1)
-
-    def _describe(
-        self,
-        kinds: dict[str, torch.dtype],
-        counters: dict[str, Any],
-        run: dict[str, Any],
-        state: dict[str, Any],
-    ) -> tuple[CheckpointMetadata, list]:
-        """The metadata of a checkpoint with these kinds of tensors, and the part that this rank writes."""
         module, context = self.lightning_module, self.parallel
-        entries = {
-            f"{kind}/{name}": TensorEntry(param.shard.full_shape, dtype, param.shard.shard_dim)
-            for name, param in self._own_parameters()
-            for kind, dtype in kinds.items()
-        }
+        optimizer = self.optimizers[0] if self.optimizers or not weights_only else None
+        # Those of this rank's stage, but for the copy of a tied weight.
+        own = {name: param for name, param in module.model.named_parameters() if param.shard.tie != "copy"}
+        kinds = {"model": next(iter(own.values())).dtype} if optimizer is None else optimizer.kinds
+        kinds = {kind: dtype for kind, dtype in kinds.items() if kind == "model" or not weights_only}
+
+        def entries(shapes: dict[str, tuple[tuple[int, ...], int | None]]) -> dict[str, TensorEntry]:
+            return {
+                f"{kind}/{name}": TensorEntry(shape, dtype, shard_dim)
+                for name, (shape, shard_dim) in shapes.items()
+                for kind, dtype in kinds.items()
+            }
+
+        mine = entries({name: (param.shard.full_shape, param.shard.shard_dim) for name, param in own.items()})
         metadata = CheckpointMetadata(
             step=module.completed_steps,
             layout=self.layout.sizes,
             model=module.config.to_dict(),
-            tensors=entries | self._tensors_of_other_stages(kinds),
+            tensors=mine | entries(model_shapes(module.config) if context.pp_size > 1 else {}),
             files={},
-            optimizer=counters,
+            optimizer={} if weights_only else optimizer.state_dict(),
             run=run,
             state=state,
         )
         place = context.tp_rank, context.tp_size, context.dp_rank, context.dp_size
-        stage = context.pp_rank, context.pp_size
-        return metadata, divide_tensors(entries, *place, padding_of(module.model), *stage)
-
-    def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stage, but for the copy of a tied weight."""
-        named = self.lightning_module.model.named_parameters()
-        return [(name, param) for name, param in named if param.shard.tie != "copy"]
-
-    def _tensors_of_other_stages(self, kinds: dict[str, torch.dtype]) -> dict[str, TensorEntry]:
-        if self.parallel.pp_size == 1:
-            return {}
-        shapes = model_shapes(self.lightning_module.config)
-        return {
-            f"{kind}/{name}": TensorEntry(shape, dtype, shard_dim)
-            for name, (shape, shard_dim) in shapes.items()
-            for kind, dtype in kinds.items()
-        }
+        share = divide_tensors(mine, *place, padding_of(module.model), context.pp_rank, context.pp_size)
+        if optimizer is None:
+            tensors = {f"model/{name}": param for name, param in own.items()}
+        else:
+            tensors = optimizer.whole_tensors(share.places)
+        self.writer.begin(path, tensors, metadata, share, in_background, on_complete, context.zero1)
 
     def finish_save(self) -> str | None:
         """Wait for the save in progress, on all ranks; returns None, or on every rank why it failed.
@@ -228,25 +215,11 @@ class ShardedCheckpointStrategy(DDPStrategy):
             CheckpointError: it could not be written; raised on all ranks.
         """
         checkpoint = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        state = {"lightning": to_json(checkpoint)}
-        if "lr_schedulers" in checkpoint:
-            self.begin_save(Path(filepath), {}, state)
-        else:
-            self._begin_weights(Path(filepath), state)
+        weights_only = "lr_schedulers" not in checkpoint
+        self.begin_save(Path(filepath), {}, {"lightning": to_json(checkpoint)}, weights_only=weights_only)
         error = self.finish_save()
         if error is not None:
             raise CheckpointError(error)
-
-    def _begin_weights(self, path: Path, state: dict[str, Any]) -> None:
-        """`begin_save` for the weights alone; for half types the fp32 masters, once training has started."""
-        tensors = {f"model/{name}": param.detach() for name, param in self._own_parameters()}
-        kinds = {"model": next(iter(tensors.values())).dtype}
-        if self.optimizers:
-            kinds = {"model": self.optimizers[0].dtypes["model"]}
-        metadata, share = self._describe(kinds, {}, {}, state)
-        if self.optimizers:
-            tensors = self.optimizers[0].whole_tensors(share.places)
-        self.writer.begin(path, tensors, metadata, share)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning needs to resume after a checkpoint's step; the tensors are read later, in place.
