@@ -9,7 +9,7 @@ from entry_points import REPOSITORY, TINY, refuse, train
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import nn
 
-from lmscale.kernels import PLAIN, Kernels, apex_problem
+from lmscale.kernels import Kernels, apex_problem
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.training.kernel_choice import check_cuda_graphs, choose_kernels
@@ -51,10 +51,12 @@ def test_apex_gives_the_loss_and_gradients_of_torch(
 
 def test_apex_is_used_when_requested_and_by_auto_on_a_gpu(nvidia) -> None:
     for compiles in ("auto", False):
-        assert choose_kernels(kernels="apex", compiles=compiles, on_gpu=True) == Kernels("apex")
-    assert choose_kernels(kernels="auto", compiles=False, on_gpu=True) == Kernels("apex")
-    assert choose_kernels(kernels="auto", on_gpu=True) == Kernels("torch", compiles=True)  # fuses LayerNorm
-    assert choose_kernels(kernels="auto", on_gpu=False) == choose_kernels(compiles=False, on_gpu=True) == PLAIN
+        assert choose_kernels(kernels="apex", compiles=compiles, on_gpu=True) == ("apex", False)
+    assert choose_kernels(kernels="auto", compiles=False, on_gpu=True) == ("apex", False)
+    assert choose_kernels(kernels="auto", on_gpu=True) == ("torch", True)  # fuses LayerNorm
+    assert (
+        choose_kernels(kernels="auto", on_gpu=False) == choose_kernels(compiles=False, on_gpu=True) == ("torch", False)
+    )
     with pytest.raises(ValueError, match="`kernels` must be torch or auto on a CPU, .* but is apex"):
         choose_kernels(kernels="apex", on_gpu=False)
     with pytest.raises(ValueError, match="`kernels` must be torch or auto with compile=true, .* but is apex"):
@@ -71,13 +73,11 @@ def test_the_apex_of_pypi_is_recognised_and_not_imported(monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(FAKES / "unrelated"))
     with pytest.raises(ValueError, match="fake_apex/unrelated/apex/__init__.py is PyPI's web package, not NVIDIA's"):
         choose_kernels(kernels="apex", on_gpu=True)
-    assert choose_kernels(kernels="auto", on_gpu=True, compiles=False) == PLAIN
+    assert choose_kernels(kernels="auto", on_gpu=True, compiles=False) == ("torch", False)
 
 
 def test_layers_are_compiled_on_a_gpu_by_default() -> None:
-    chosen = {
-        (c, gpu): choose_kernels(compiles=c, on_gpu=gpu).compiles for c in (True, False, "auto") for gpu in (0, 1)
-    }
+    chosen = {(c, gpu): choose_kernels(compiles=c, on_gpu=gpu)[1] for c in (True, False, "auto") for gpu in (0, 1)}
     assert {case for case, compiles in chosen.items() if compiles} == {(True, 0), (True, 1), ("auto", 1)}
 
 
@@ -93,9 +93,13 @@ def test_layers_are_compiled_on_a_gpu_by_default() -> None:
     ],
 )
 def test_cuda_graphs_are_refused_where_unsupported(changes: dict, reason: str) -> None:
-    kernels = choose_kernels(on_gpu=True, cuda_graphs=True)
-    assert kernels == Kernels(compiles=True, cuda_graphs=True)
-    settings = {"kernels": kernels, "on_gpu": True, "dtype": "bf16", "recompute": "none", "tp_size": 1}
+    settings = {
+        "kernels": Kernels(compiles=True, cuda_graphs=True),
+        "on_gpu": True,
+        "dtype": "bf16",
+        "recompute": "none",
+        "tp_size": 1,
+    }
     check_cuda_graphs(**settings)
     with pytest.raises(ValueError, match=f"`cuda_graphs` must be false {reason}.*, but is true"):
         check_cuda_graphs(**settings | changes)

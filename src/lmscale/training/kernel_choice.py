@@ -31,42 +31,29 @@ def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, flops: int) -> tupl
     Raises:
         ValueError: what this machine cannot compute with.
     """
-    kept_compile = keep_compile(run, on_gpu, kept)
-    kernels = choose_kernels(
-        on_gpu=on_gpu,
-        kernels=run.kernels,
-        compiles=kept_compile,
-        pays_on_cpu=compiling_pays(run.precision.dtype, flops),
-        cuda_graphs=run.cuda_graphs,
-        dtype=run.precision.dtype,
-    )
-    attention = resolve_attention(run, on_gpu, kernels.compiles, kept)
+    kept_compile, dtype = keep_compile(run, on_gpu, kept), run.precision.dtype
+    layer_norm, compiles = choose_kernels(on_gpu, run.kernels, kept_compile, compiling_pays(dtype, flops))
+    kernels = Kernels(layer_norm, dtype == "fp8", compiles, run.cuda_graphs)
+    attention = resolve_attention(run, on_gpu, compiles, kept)
     if kernels.float8 and on_gpu:
         import torch
 
         check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     choice = f"compile={str(run.compile).lower()}"
     if run.compile == "auto":
-        choice += f": {'compiled' if kernels.compiles else 'eager'}"
+        choice += f": {'compiled' if compiles else 'eager'}"
         choice += ", as in the checkpoint" * (kept_compile != "auto")
     return kernels, attention, choice
 
 
 def choose_kernels(
-    *,
-    on_gpu: bool,
-    kernels: str = "torch",
-    compiles: bool | str = "auto",
-    pays_on_cpu: bool = False,
-    cuda_graphs: bool = False,
-    dtype: str = "bf16",
-) -> Kernels:
-    """Resolve a run's `kernels=`, `compile=` and `cuda_graphs=` on this machine.
+    on_gpu: bool, kernels: str = "torch", compiles: bool | str = "auto", pays_on_cpu: bool = False
+) -> tuple[str, bool]:
+    """Resolve a run's `kernels=` and `compile=` on this machine.
 
     `compiles=auto` compiles on a GPU, but not with apex, which torch.compile cannot trace, and on a CPU where
     `pays_on_cpu` says that the run is long enough. `kernels=auto` is apex on a GPU if it is installed and nothing is
-    compiled (the compiler fuses LayerNorm with its neighbours), else torch. `check_cuda_graphs` says whether graphs are
-    possible.
+    compiled (the compiler fuses LayerNorm with its neighbours), else torch.
 
     Raises:
         ValueError: an impossible request: apex without NVIDIA's package, on a CPU or compiled.
@@ -82,7 +69,7 @@ def choose_kernels(
     if compiles == "auto":
         compiles = kernels != "apex" if on_gpu else pays_on_cpu
     uses_apex = kernels != "torch" and on_gpu and not compiles and problem is None
-    return Kernels("apex" if uses_apex else "torch", dtype == "fp8", compiles, cuda_graphs)
+    return "apex" if uses_apex else "torch", compiles
 
 
 def compiling_pays(dtype: str, flops: int) -> bool:
