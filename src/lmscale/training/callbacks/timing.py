@@ -22,22 +22,17 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.seconds: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._passed: list[tuple[str, Any, Any]] = []  # a phase, its start and its end
         self._phase: tuple[str, Any] | None = None
 
     def enter(self, name: str | None) -> None:
         """End the current phase and start phase `name`; None: start none."""
+        now = time.perf_counter()
         if self.on_gpu:
             now = torch.cuda.Event(enable_timing=True)
             now.record()
-        else:
-            now = time.perf_counter()
         if self._phase is not None:
-            last, since = self._phase
-            if self.on_gpu:
-                self._events.append((last, since, now))
-            else:
-                self.seconds[last] += now - since
+            self._passed.append((*self._phase, now))
         self._phase = None if name is None else (name, now)
 
     def add(self, name: str, seconds: float) -> None:
@@ -46,11 +41,11 @@ class PhaseTimer:
 
     def read(self) -> dict[str, float]:
         """Return seconds per phase since the last call; on a GPU, wait for the recorded work."""
-        if self._events:
-            self._events[-1][2].synchronize()
-            for name, first, last in self._events:
-                self.seconds[name] += first.elapsed_time(last) / 1e3
-            self._events.clear()
+        if self._passed and self.on_gpu:
+            self._passed[-1][2].synchronize()
+        for name, first, last in self._passed:
+            self.seconds[name] += first.elapsed_time(last) / 1e3 if self.on_gpu else last - first
+        self._passed.clear()
         seconds, self.seconds = dict(self.seconds), defaultdict(float)
         return seconds
 
