@@ -28,7 +28,6 @@ class StepProfiler(L.Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._profile: profile | None = None
-        self._num_steps = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the profiler."""
@@ -41,7 +40,7 @@ class StepProfiler(L.Callback):
         name = self.folder / f"rank_{trainer.global_rank}"
 
         def write(found: profile) -> None:
-            if self._num_steps <= UNTRACED:
+            if found.step_num <= UNTRACED:
                 return
             found.export_chrome_trace(f"{name}.json")
             Path(f"{name}.txt").write_text(found.key_averages().table(sort_by=by, row_limit=_ROWS), encoding="utf-8")
@@ -53,7 +52,6 @@ class StepProfiler(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Advance the profiler by one step."""
         if self._profile is not None:
-            self._num_steps += 1
             self._profile.step()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -61,8 +59,8 @@ class StepProfiler(L.Callback):
         if self._profile is None:
             return
         self._profile.stop()
-        if self._num_steps <= UNTRACED and trainer.is_global_zero:
-            steps = self._num_steps
+        steps = self._profile.step_num
+        if steps <= UNTRACED and trainer.is_global_zero:
             print(
                 f"WARNING: no step was traced: the first {UNTRACED} steps after a start are not; the run had {steps}",
                 file=sys.stderr,
