@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,7 @@ class LayerStatistics(L.Callback):
             except ValueError:
                 keep_damaged(self.path)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         """Measure the first micro-batch of a chosen step."""
         if self._is_chosen(pl_module) and pl_module.parallel.dp_rank == 0:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -103,19 +102,16 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
         what `forward` does, and over the tensor group one all-reduce of 5 numbers per sublayer and, with sequence
         parallelism, two all-gathers of [b, s, h] each; the entries over the stages.
     """
-    observed = {
-        (index, name): _Sublayer(model.transformer.layers[index], name, model.config.num_attention_heads)
-        for index in model.transformer.own_layers
-        for name in ("attention", "mlp")
-    }
     was_training = model.training
-    model.eval()
-    try:
+    with ExitStack() as stack:
+        observed = {
+            (index, name): _Sublayer(model.transformer.layers[index], name, model.config.num_attention_heads, stack)
+            for index in model.transformer.own_layers
+            for name in ("attention", "mlp")
+        }
+        stack.callback(model.train, was_training)
+        model.eval()
         forward()
-    finally:
-        model.train(was_training)
-        for sublayer in observed.values():
-            sublayer.remove()
     # All ranks have the same sums, except that of the entropies of their heads.
     totals = model.context.tp_communicator.all_reduce(torch.stack([each.sums() for each in observed.values()]))
     heads, found = model.config.num_attention_heads, []
@@ -128,9 +124,9 @@ def measure_sublayers(model: nn.Module, forward: Callable[[], Any]) -> list[dict
 
 
 class _Sublayer:
-    """Hooks on one sublayer that add up what its statistics need; a batch may come in halves."""
+    """Hooks on one sublayer, until `stack` ends, that add up what its statistics need; a batch may come in halves."""
 
-    def __init__(self, layer: TransformerLayer, name: str, num_heads: int) -> None:
+    def __init__(self, layer: TransformerLayer, name: str, num_heads: int, stack: ExitStack) -> None:
         self.num_heads = num_heads
         sublayer, placement = getattr(layer, name), layer.placement
         entry = getattr(layer, f"{name}_{placement.before[0]}") if placement.before else sublayer
@@ -138,13 +134,11 @@ class _Sublayer:
         self.context, self.scale = layer.context, placement.residual_scale
         self.residual = self.branch = self.square = self.mean = self.entropy = 0.0
         self.num_sequences = 0
-        self.hooks = [
-            entry.register_forward_pre_hook(self._see_residual),
-            exit_.register_forward_hook(self._see_branch),
-        ]
+        stack.enter_context(entry.register_forward_pre_hook(self._see_residual))
+        stack.enter_context(exit_.register_forward_hook(self._see_branch))
         if name == "attention":
-            self.hooks.append(sublayer.qkv.register_forward_hook(self._see_qkv))
-            self.hooks.append(sublayer.register_forward_hook(self._see_attention))
+            stack.enter_context(sublayer.qkv.register_forward_hook(self._see_qkv))
+            stack.enter_context(sublayer.register_forward_hook(self._see_attention))
 
     def _see_residual(self, module: nn.Module, args: tuple) -> None:
         residual = gather_tokens(args[0], self.context)
@@ -178,8 +172,3 @@ class _Sublayer:
         constant = self.mean.square().sum() / self.num_sequences
         numbers = (self.branch, self.residual, constant, self.square, self.entropy / self.num_sequences)
         return torch.stack([torch.as_tensor(n, dtype=torch.float64, device=constant.device) for n in numbers])
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for hook in self.hooks:
-            hook.remove()
