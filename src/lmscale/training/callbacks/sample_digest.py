@@ -27,9 +27,7 @@ class SampleDigest(L.Callback):
         if pl_module.parallel.dp_rank == 0:
             self.value = torch.tensor(digest_number(checkpoint["lmscale"]["data_digest"]))
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         """Add the samples of a step."""
         for micro_batch in batch:
             self.value = self.value + digest_of_samples(micro_batch["sample_numbers"], micro_batch["sample_indices"])

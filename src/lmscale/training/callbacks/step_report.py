@@ -61,18 +61,18 @@ class StepReport(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Create the timer, and let the module tell of its passes."""
         self.timer = timer = PhaseTimer(pl_module.device)
+        context = pl_module.parallel
+        stage = f", stage {context.pp_rank} of {context.pp_size}" if context.pp_size > 1 else ""
 
         def progress(activity: str) -> None:
-            self._mark(pl_module, activity)
+            self.watchdog.mark(f"step {pl_module.completed_steps + 1}, {activity}{stage}")
             phase = activity.partition(" ")[0]
             if phase in (*PHASES, EXCHANGE):  # the sum of the gradients counts as part of the backward pass before it
                 timer.enter(phase)
 
         pl_module.progress = progress
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Count the time since the end of the last step as data loading."""
         now = time.perf_counter()
         self._step_start = self._batch_end or now
@@ -151,8 +151,3 @@ class StepReport(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(self.validation, self.validated_at)
         self._batch_end = time.perf_counter()
-
-    def _mark(self, pl_module: L.LightningModule, where: str) -> None:
-        context = pl_module.parallel
-        stage = f", stage {context.pp_rank} of {context.pp_size}" if context.pp_size > 1 else ""
-        self.watchdog.mark(f"step {pl_module.completed_steps + 1}, {where}{stage}")
