@@ -14,7 +14,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "config": ("every dataclass of every entry point, and every rule about sizes", {"partition"}, FRAMEWORKS),
     "partition": ("how layers, gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
-    "results": ("one run, one JSON record", {"shared_files"}, FRAMEWORKS),
+    "results": ("one run, one JSON record", {"launcher", "shared_files"}, FRAMEWORKS),
     "launcher": ("who started this process, and which variables count", set(), FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .launcher import usable_cores
 from .shared_files import write_atomically
 
 RECORD_VERSION = 1
@@ -113,7 +114,7 @@ def collect_environment(device: str | None = None) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_model(),
         "cpu_details": describe_cpu(),
-        "num_cores": count_cores(),
+        "num_cores": usable_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": device,
     }
@@ -276,11 +277,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def count_cores() -> int:
-    """Cores of this host that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

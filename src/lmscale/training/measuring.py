@@ -17,10 +17,11 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from ..config.plan import PlanConfig
+from ..launcher import usable_cores
 from ..planner.memory import GIB
 from ..planner.plan import Plan
 from ..planner.question import plans_of_machine
-from ..results import count_cores, new_record, record_path, write_record
+from ..results import new_record, record_path, write_record
 
 LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
 WARM_UP_STEPS, TIMED_STEPS = 3, 7
@@ -79,7 +80,7 @@ def measure_layouts(question: PlanConfig, train: list[str]) -> dict[str, Any]:
 
 def count_devices(is_gpu: bool) -> int:
     """GPUs of this machine, or the cores that this process may use."""
-    return torch.cuda.device_count() if is_gpu else count_cores()
+    return torch.cuda.device_count() if is_gpu else usable_cores()
 
 
 def label(layout: dict[str, Any]) -> str:
