@@ -52,6 +52,18 @@ class World:
         """Number of hosts."""
         return self.size // self.local_size
 
+    def check_gpus(self, num_visible: int) -> None:
+        """Check how many GPUs this rank sees.
+
+        Raises:
+            ValueError: fewer than its host has ranks.
+        """
+        if num_visible < self.local_size:
+            raise ValueError(
+                f"every rank must see the GPUs of all {self.local_size} ranks of its node, but sees {num_visible} "
+                "(Slurm: --gpus-per-node, not --gpus-per-task)"
+            )
+
 
 def world_from_outside() -> World | None:
     """The ranks that torchrun, an `srun` of several tasks or lmscale's agent has started; None if this one is alone.

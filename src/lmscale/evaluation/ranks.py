@@ -62,11 +62,7 @@ def evaluation_groups(layout: Layout, device_type: str = "cpu") -> ParallelConte
     if world.size != layout.world_size:
         raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
     if device_type == "cuda":
-        if torch.cuda.device_count() < world.local_size:
-            raise ValueError(
-                f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
-                f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
-            )
+        world.check_gpus(torch.cuda.device_count())
         torch.cuda.set_device(world.local_rank)
     if world.size == 1:
         return ParallelContext()

@@ -11,7 +11,7 @@ from ..launcher import world_from_outside
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
-_cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
+_jobs_of_sweep: dict[str, bool] = {}  # the values of keys that all jobs of this process must share
 
 
 def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
@@ -37,11 +37,8 @@ def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
             raise ValueError("`trainer.accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
         return "cpu"
     world = world_from_outside()
-    if world is not None and torch.cuda.device_count() < world.local_size:
-        raise ValueError(
-            f"every rank must see the GPUs of all {world.local_size} ranks of its node, but sees "
-            f"{torch.cuda.device_count()} (Slurm: --gpus-per-node, not --gpus-per-task)"
-        )
+    if world is not None:
+        world.check_gpus(torch.cuda.device_count())
     return "gpu"
 
 
@@ -82,8 +79,22 @@ def set_allocator(cuda_graphs: bool = False) -> None:
     setting = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), EXPANDABLE)
     if setting != EXPANDABLE:
         return
-    _cuda_graphs.add(cuda_graphs)
-    if len(_cuda_graphs) > 1:
-        raise ValueError("`cuda_graphs` must be the same for all jobs of a sweep, which share the GPU's allocator")
+    check_same_in_sweep("cuda_graphs", cuda_graphs, "allocator")
     if not cuda_graphs:
         os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
+
+
+def check_same_in_sweep(key: str, value: bool, shared: str) -> None:
+    """Refuse a second job of this process whose `key` differs, where the process itself computes on a GPU.
+
+    `deterministic` is such a key: cuBLAS reads `CUBLAS_WORKSPACE_CONFIG`, which Lightning sets for a deterministic job,
+    only once.
+
+    Args:
+        shared: what the jobs share of the GPU, which is set only once.
+
+    Raises:
+        ValueError: jobs with different values.
+    """
+    if _jobs_of_sweep.setdefault(key, value) != value:
+        raise ValueError(f"`{key}` must be the same for all jobs of a sweep, which share the GPU's {shared}")

@@ -21,7 +21,7 @@ from ..planner.flops import model_flops_per_step
 from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from . import accelerator, fit
 from .job import Job
-from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
+from .kernel_choice import check_cuda_graphs, resolve_kernels
 from .runtime.run_lock import check_not_in_use
 
 
@@ -123,7 +123,7 @@ def check(run: RunConfig) -> CheckedRun:
     recompute = workload.config.recompute.value
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
     if on_gpu and layout.world_size == 1:
-        check_determinism(run.deterministic)
+        accelerator.check_same_in_sweep("deterministic", run.deterministic, "cuBLAS")
     check_tokenizer(run.tokenizer, run.model.family)
     return CheckedRun(
         run=run,
