@@ -42,7 +42,7 @@ _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row", "loss_scale")
 _STATE = ("data_digest", "corpus_hash")
 
 
-class ScheduleDiffersError(ValueError):
+class ScheduleDiffersError(CheckpointError):
     """Rates or optimizer differ from the checkpoint's, and `resume.schedule` does not say which ones to use."""
 
 

@@ -19,7 +19,6 @@ from ...checkpoint import CheckpointError
 from ...launcher import join_ranks
 from ...parallel.shared_memory import SharedMemoryError
 from ...threads import share_cores
-from ..checkpoints.resuming import ScheduleDiffersError
 from ..job import Job
 from ..strategy import TensorParallelStrategy
 from .cpu_settings import keep_heap
@@ -148,12 +147,7 @@ def run_on_this_rank(
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
-    except (
-        CheckpointError,
-        ScheduleDiffersError,
-        SharedMemoryError,
-        DeviceMemoryError,
-    ) as error:  # the same on every rank
+    except (CheckpointError, SharedMemoryError, DeviceMemoryError) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
