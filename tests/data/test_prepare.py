@@ -17,9 +17,9 @@ from lmscale.data.gpt_dataset import GPTDataset
 from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.prepare import (
     corpus_unigram_cross_entropy,
+    describe_repetition,
     prepare_corpus,
     unigram_cross_entropy,
-    warn_of_repetition,
 )
 from lmscale.data.prepared import PreparedCorpus
 from lmscale.data.sentences import split_sentences
@@ -87,9 +87,9 @@ def test_a_corpus_too_small_for_the_request_is_noted_with_both_numbers(tmp_path)
 def test_a_run_that_reads_its_corpus_more_than_a_hundred_times_is_warned(tmp_path, architecture: str) -> None:
     prepared = prepare_texts(tmp_path, TEXTS, architecture, validation_every=5)
     there = len(first_dataset(prepared).tokens)
-    assert warn_of_repetition(prepared, 100 * there) == ""
-    line = warn_of_repetition(prepared, 250 * there)
-    assert line.startswith(f"WARNING: the run reads {250 * there:,} tokens, 250 times the {there:,} of its corpus;")
+    assert describe_repetition(prepared, 100 * there) == ""
+    line = describe_repetition(prepared, 250 * there)
+    assert line.startswith(f"the run reads {250 * there:,} tokens, 250 times the {there:,} of its corpus;")
 
 
 def test_a_cached_corpus_is_read_again_only_if_a_file_or_the_split_changes(tmp_path) -> None:

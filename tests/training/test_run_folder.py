@@ -17,7 +17,8 @@ from runs import tiny_run, train_here
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
-from lmscale.training.announcement import describe_bounded_validation, describe_options, warn_of_costly_validation
+from lmscale.training import announcement
+from lmscale.training.announcement import describe_bounded_validation, describe_options, warn_of_cost
 from lmscale.training.metrics_file import MetricsFile
 from lmscale.training.run_folder import METRICS, prepare_folder
 from lmscale.training.runtime import run_lock
@@ -49,19 +50,25 @@ def test_the_first_lines_name_each_option_and_whether_it_is_active(sizes: tuple[
     assert describe_options(plain, plain.model.resolve(100), Layout(tp_size=sizes[0], dp_size=sizes[1])) == ""
 
 
-def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path) -> None:
+def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(announcement, "describe_repetition", lambda corpus, num_tokens: "")
+
+    def warning(num_scored: int) -> str:
+        warn_of_cost(job, num_scored)
+        return capsys.readouterr().err
+
     every = {"trainer__validate_every_steps": 1000, "trainer__max_steps": 5000, "global_batch_size": 512}
     every["trainer__max_validation_share"] = 0.05
-    job = SimpleNamespace(run=tiny_run("gpt", tmp_path, **every), num_validation_samples=76_800)
-    line = warn_of_costly_validation(job, 68_507 * 512 // 29)  # the paper's corpus, Table 2
-    assert line == (
+    run = tiny_run("gpt", tmp_path, **every)
+    job = SimpleNamespace(run=run, num_validation_samples=76_800, on_gpu=True, corpus=None)
+    assert warning(68_507 * 512 // 29) == (  # the paper's corpus, Table 2
         "WARNING: `trainer.num_validation_samples` must be at most 76,800 with trainer.max_validation_share=0.05, but "
         "1,209,502 sequences take 78.7% of the time of the 1,000 training steps between validations\n"
     )
-    assert warn_of_costly_validation(job, 76_800) == describe_bounded_validation(job) == ""
-    assert warn_of_costly_validation(job, 76_801).startswith("WARNING: ")
+    assert warning(76_800) == describe_bounded_validation(job) == ""
+    assert warning(76_801).startswith("WARNING: ")
     job.run = tiny_run("gpt", tmp_path, **every | {"trainer__validate_every_steps": 0})
-    assert warn_of_costly_validation(job, 10**9) == ""  # only at the start and the end
+    assert warning(10**9) == ""  # only at the start and the end
     job.run = tiny_run("gpt", tmp_path, **every, trainer__num_validation_samples="auto")
     assert describe_bounded_validation(job) == (
         "validation by trainer.num_validation_samples=auto, not of all sequences: 76,800 sequences take 5.0% of the "

@@ -270,8 +270,8 @@ def corpus_unigram_cross_entropy(prepared: PreparedCorpus) -> float:
     return float(np.average(values, weights=[part.weight for part in held_out]))
 
 
-def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
-    """Return a line if so many tokens are more than `MANY_EPOCHS` times those of the training part; otherwise empty.
+def describe_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
+    """Say if so many tokens are more than `MANY_EPOCHS` times those of the training part; otherwise empty.
 
     All datasets of a blend are counted alike, whatever their weight.
     """
@@ -279,8 +279,8 @@ def warn_of_repetition(prepared: PreparedCorpus, num_tokens: int) -> str:
     if num_tokens <= MANY_EPOCHS * there:
         return ""
     return (
-        f"WARNING: the run reads {num_tokens:,} tokens, {num_tokens / there:,.0f} times the {there:,} of its corpus; "
-        "train on a larger one (data=local, huggingface or indexed)\n"
+        f"the run reads {num_tokens:,} tokens, {num_tokens / there:,.0f} times the {there:,} of its corpus; "
+        "train on a larger one (data=local, huggingface or indexed)"
     )
 
 

@@ -6,6 +6,7 @@ from ..checkpoint import read_metadata
 from ..config import BatchConfig, Layout, Recompute, TransformerConfig
 from ..config.pretrain import RunConfig
 from ..config.validation import describe_excess, describe_time
+from ..data.prepare import describe_repetition
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
@@ -14,6 +15,7 @@ from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun
 from .runtime.cpu_settings import describe_slow_type
 from .runtime.session import RankSession
+from .runtime.watchdog import warn
 
 
 def announce(job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:
@@ -134,20 +136,20 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, 
     return f"options: {', '.join(options)}\n" if options else ""
 
 
-def warn_of_slow_type(dtype: str, on_gpu: bool) -> str:
-    """Return a line if the CPU has no instructions for a half type; otherwise empty."""
-    slow = "" if on_gpu else describe_slow_type(dtype)
-    return f"WARNING: {slow}\n" if slow else ""
+def warn_of_cost(job: ResolvedRun, num_scored: int) -> None:
+    """Warn of a half type that the CPU has no instructions for, of long validations, and of a small corpus.
 
+    A run on a GPU whose validations take more than `max_validation_share` was refused.
 
-def warn_of_costly_validation(job: ResolvedRun, num_samples: int) -> str:
-    """Return a line if validations during training on a CPU take more than `max_validation_share`; otherwise empty.
-
-    A run on a GPU was refused.
+    Args:
+        num_scored: sequences of a validation.
     """
-    trainer = job.run.trainer
-    costly = describe_excess(trainer, num_samples, job.run.global_batch_size)
-    return f"WARNING: {costly}\n" if costly and trainer.validate_every_steps else ""
+    run, trainer = job.run, job.run.trainer
+    if not job.on_gpu:
+        warn(describe_slow_type(run.precision.dtype))
+    if trainer.validate_every_steps:
+        warn(describe_excess(trainer, num_scored, run.global_batch_size))
+    warn(describe_repetition(job.corpus, trainer.max_steps * run.global_batch_size * run.data.seq_length))
 
 
 def describe_bounded_validation(job: ResolvedRun) -> str:

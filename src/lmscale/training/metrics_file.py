@@ -2,7 +2,6 @@
 
 import csv
 import io
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..shared_files import write_atomically
+from .runtime.watchdog import warn
 
 
 class MetricsFile(Logger):
@@ -87,7 +87,8 @@ class MetricsFile(Logger):
         if self.problem is not None:
             self._write()
         if self.problem is not None:
-            self._say(f"the rows from step {self.rows[0]['step']} on ({len(self.rows)}) are not in it: {self.problem}")
+            lost = f"the rows from step {self.rows[0]['step']} on ({len(self.rows)}) are not in it"
+            warn(f"{self.path}: {lost}: {self.problem}")
 
     def _write(self) -> None:
         """Write `rows` at `offset`, after the header if the file is empty; a metric without a column gets one."""
@@ -111,7 +112,7 @@ class MetricsFile(Logger):
                 file.truncate()
         except OSError as error:
             if self.problem is None:
-                self._say(f"it cannot be written ({error}); its rows are kept in memory until it can")
+                warn(f"{self.path}: it cannot be written ({error}); its rows are kept in memory until it can")
             self.problem = error
         else:
             self.problem = None
@@ -124,6 +125,3 @@ class MetricsFile(Logger):
         wider = [line + "\n" for line in (",".join(columns), *(line + commas for line in lines))]
         write_atomically(self.path, "".join(wider).encode())
         self.offset = len("".join(wider[:num_before]).encode())
-
-    def _say(self, text: str) -> None:
-        print(f"WARNING: {self.path}: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,5 @@
 """Pretraining on every rank: agree on what is left to decide, build model, data and Trainer, and fit."""
 
-import sys
 import time
 from functools import partial
 
@@ -9,11 +8,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..data.datamodule import PretrainDataModule
-from ..data.prepare import warn_of_repetition
 from ..data.sampler import samples_of
 from ..models.attention_backend import preferred_backend
 from .agreement import Agreement, agree
-from .announcement import warn_of_costly_validation, warn_of_slow_type
+from .announcement import warn_of_cost
 from .callbacks.order import add_callbacks
 from .checkpoints.resuming import check_data_digest
 from .events import optional_loggers
@@ -58,13 +56,7 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
     if not begin_run_folder(job, agreed, session, metrics):
         return DONE  # an earlier start has completed the run
     if session.is_first:
-        read = job.run.trainer.max_steps * job.run.global_batch_size * job.run.data.seq_length
-        warnings = (
-            warn_of_slow_type(job.run.precision.dtype, job.on_gpu),
-            warn_of_costly_validation(job, len(samples.scored)),
-            warn_of_repetition(job.corpus, read),
-        )
-        print(*warnings, sep="", end="", file=sys.stderr, flush=True)
+        warn_of_cost(job, len(samples.scored))
     trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
     report = add_callbacks(job, agreed, session)
 

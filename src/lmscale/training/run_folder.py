@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from .runtime.exit_codes import DIVERGED, INTERRUPTED
 from .runtime.gpu_settings import device_name, gpu_settings
 from .runtime.run_lock import run_folder_errors
 from .runtime.session import RankSession
+from .runtime.watchdog import print_error, warn
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
@@ -81,7 +81,7 @@ def write_first_files(run_dir: Path, files: dict[str, str], tokenizer: bytes) ->
 def keep_damaged(path: Path) -> None:
     """Set a file of an earlier part of the run aside, with a warning."""
     kept = set_aside(path)
-    print(f"WARNING: {path.name} cannot be read; kept as {kept.name}, a new one begins", file=sys.stderr, flush=True)
+    warn(f"{path.name} cannot be read; kept as {kept.name}, a new one begins")
 
 
 def report_failure(session: RankSession, step: int, report: StepReport) -> None:
@@ -89,14 +89,13 @@ def report_failure(session: RankSession, step: int, report: StepReport) -> None:
     if session.ending.exit_code == DIVERGED:
         reports = session.strategy.gather(report.diagnosis)
         path = session.folder / f"not_finite_step_{step}.json"
-        message = (
-            f"error: no finite gradient in more steps in a row than trainer.max_skipped_steps "
-            f"({report.run.trainer.max_skipped_steps}), up to step {step}; "
-            f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
-        )
         if session.is_first:
             path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
-            print(message, file=sys.stderr, flush=True)
+            print_error(
+                f"no finite gradient in more steps in a row than trainer.max_skipped_steps "
+                f"({report.run.trainer.max_skipped_steps}), up to step {step}; "
+                f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
+            )
     if session.ending.exit_code == INTERRUPTED and session.is_first:
         received, where = session.interruption.received, session.folder / CHECKPOINTS
         name = received.name if received else "a signal to another rank"
@@ -175,4 +174,4 @@ def write_run_record(
     print(f"validation loss {loss} at step {step}; {unigram_loss}")
     print(f"record: {session.folder / RECORD}", flush=True)
     if not math.isfinite(report.validation["val/loss"]):
-        print("WARNING: the validation loss is not finite: the run has diverged", file=sys.stderr, flush=True)
+        warn("the validation loss is not finite: the run has diverged")

@@ -1,12 +1,12 @@
 """What is not finite: which part of the model when a run has diverged, and how many steps were skipped."""
 
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from ..runtime.watchdog import warn
 from ..step.counters import Counters
 from ..step.training_module import MicroBatch, TrainingModule
 
@@ -44,11 +44,9 @@ def count_updates(counters: Counters) -> dict[str, dict[str, Any]]:
     """The record's counts of updates and skipped steps; prints a warning if no step has changed the weights."""
     if counters.num_skipped and not counters.num_updates:
         scale = "" if counters.loss_scale == 1 else f"; the loss scale is still {counters.loss_scale:g}"
-        print(
-            f"WARNING: the weights are the initial ones: every step ({counters.num_skipped}) was skipped for a "
-            f"gradient that is not finite{scale}",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"the weights are the initial ones: every step ({counters.num_skipped}) was skipped for a gradient that is "
+            f"not finite{scale}"
         )
     counts = {name: getattr(counters, name) for name in ("num_updates", "num_skipped")}
     return {name: {"value": count, "unit": "steps"} for name, count in counts.items()}

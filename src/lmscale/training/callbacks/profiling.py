@@ -1,6 +1,5 @@
 """`trainer.profiler=torch`: a trace of a few steps."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import lightning as L
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ...config.training import TRACED_UP_TO
+from ..runtime.watchdog import warn
 
 WAIT, WARM_UP = 2, 1  # steps without profiling, steps observed but not kept; those up to `TRACED_UP_TO` are kept
 UNTRACED = WAIT + WARM_UP
@@ -61,8 +61,4 @@ class StepProfiler(L.Callback):
         self._profile.stop()
         steps = self._profile.step_num
         if steps <= UNTRACED and trainer.is_global_zero:
-            print(
-                f"WARNING: no step was traced: the first {UNTRACED} steps after a start are not; the run had {steps}",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"no step was traced: the first {UNTRACED} steps after a start are not; the run had {steps}")

@@ -1,7 +1,6 @@
 """Which checkpoint a run starts from, whether it is intact, whether it fits the run, and under which schedule."""
 
 import dataclasses
-import sys
 from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
@@ -28,6 +27,7 @@ from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.sampler import RunSamples
 from ...launcher import is_restart
+from ..runtime.watchdog import warn
 from ..step.learning_rate import learning_rate_of_update
 from ..strategy import TensorParallelStrategy
 
@@ -225,8 +225,7 @@ def agree_on_checkpoint(
             continue
         if strategy.is_global_zero:
             for worse, reason in damaged:
-                warning = f"WARNING: {reason}; set aside as {set_aside(worse).name}, falling back to {path.name}"
-                print(warning, file=sys.stderr, flush=True)
+                warn(f"{reason}; set aside as {set_aside(worse).name}, falling back to {path.name}")
         return str(path)
     if damaged:  # all keep their names: without any, the next start would begin the run anew
         number, folder = len(damaged), run_dir / CHECKPOINTS

@@ -1,7 +1,6 @@
 """When checkpoints are saved, which are kept, and what happens when one cannot be written."""
 
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ..callbacks.step_report import StepReport
 from ..resolve import ResolvedRun
 from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ..runtime.session import RankSession
+from ..runtime.watchdog import print_error
 from .resuming import CHECKPOINTS
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
@@ -163,7 +163,7 @@ class Checkpointing(L.Callback):
                 then = "the run stops (checkpoint.on_error=stop)"
             elif step >= trainer.max_steps:
                 then = f"the run ends without it (exit code {NOT_SAVED})"
-            print(f"error: checkpoint of step {step} not saved: {error}; {kept}; {then}", file=sys.stderr, flush=True)
+            print_error(f"checkpoint of step {step} not saved: {error}; {kept}; {then}")
         if stops:
             self.ending.stop(trainer, NOT_SAVED)
         return not stops

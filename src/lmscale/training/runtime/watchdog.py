@@ -111,6 +111,12 @@ def print_error(message: object) -> None:
     print(f"error: {message}\n", end="", file=sys.stderr, flush=True)
 
 
+def warn(message: str) -> None:
+    """Print a warning of one rank in a single write too; nothing for an empty text."""
+    if message:
+        print(f"WARNING: {message}\n", end="", file=sys.stderr, flush=True)
+
+
 def report(error: Exception) -> None:
     """Print an error, and keep it for the launcher without the traceback of what led to it."""
     print_error(error)
