@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from lmscale.config.data import TokenizerConfig
+from lmscale.corpus import shingles
 from lmscale.corpus.shingles import shingle_sets, word_ngrams
 from lmscale.data import sentences
 from lmscale.data.embedded import embedded_documents
@@ -55,7 +56,7 @@ def test_pieces_are_the_text_and_begin_with_a_space_after_a_word(short_pieces) -
 
 def test_groups_have_all_pieces_in_order_and_a_bounded_size(short_pieces) -> None:
     some = ["ab " * 100, "", "c", "de " * 30]
-    groups = list(grouped(some))
+    groups = list(grouped(some, 40))
     assert max(sum(len(piece) for _, piece in group) for group in groups) < 40 + 10
     found = [piece for group in groups for piece in group]
     assert ["".join(piece for number, piece in found if number == n) for n in range(4)] == some
@@ -85,7 +86,7 @@ def test_the_words_of_a_text_in_pieces_are_the_same(monkeypatch) -> None:
     some = [*texts(), ""]
     whole = [function(some, n) for function in (shingle_sets, word_ngrams) for n in (1, 5)]
     monkeypatch.setattr(sentences, "PIECE_CHARACTERS", 7)
-    monkeypatch.setattr(sentences, "GROUP_CHARACTERS", 40)
+    monkeypatch.setattr(shingles, "BLOCK_CHARACTERS", 40)
     cut = [function(some, n) for function in (shingle_sets, word_ngrams) for n in (1, 5)]
     for (values, offsets), (expected, places) in zip(cut, whole, strict=True):
         assert np.array_equal(values, expected) and np.array_equal(offsets, places)

@@ -7,7 +7,7 @@ arithmetic on whole arrays. All constants are fixed, so a hash is the same in ev
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ import xxhash
 
 from ..data.sentences import grouped
 
-BLOCK_CHARACTERS = 2**16  # read at once: the arrays of a block fit a core's cache
+BLOCK_CHARACTERS = 2**16  # read at once, or one word: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15
 LONG_WORD_BYTES = 64  # longer words are hashed one by one: each further 8 bytes would need a pass over all words
 _MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # base of the polynomial of an n-gram: odd, otherwise arbitrary
@@ -109,51 +109,16 @@ def distinct(keys: np.ndarray) -> np.ndarray:
 def _hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of the words of all texts, uint64 [words], and the first word of each, int64 [texts + 1]."""
     hashes, num_words = [np.empty(0, dtype=np.uint64)], np.zeros(len(texts) + 1, dtype=np.int64)
-    for group in grouped(texts):
-        some, first = _hash_group([piece for _, piece in group])
-        hashes.append(some)
-        np.add.at(num_words, [number + 1 for number, _ in group], np.diff(first))
+    for group in grouped(texts, BLOCK_CHARACTERS):
+        lowered = [piece.lower() for _, piece in group]  # one by one: lower-casing may change a text's length
+        lengths = np.fromiter(map(len, lowered), dtype=np.int64, count=len(lowered))
+        ends = np.cumsum(lengths + 1)  # in the block; each piece is followed by a line end, which no word contains
+        block = "\n".join([*lowered, ""])
+        edges = _edges(_word_characters(block))
+        hashes.append(_hash_block(block, edges))
+        counts = np.diff(np.searchsorted(edges[::2], ends), prepend=0)
+        np.add.at(num_words, [number + 1 for number, _ in group], counts)
     return np.concatenate(hashes), np.cumsum(num_words)
-
-
-def _hash_group(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The same for texts that are joined in memory."""
-    lowered = [text.lower() for text in texts]  # one by one: lower-casing may change a text's length
-    lengths = np.fromiter(map(len, lowered), dtype=np.int64, count=len(lowered))
-    ends = np.cumsum(lengths + 1)  # in the joined text; each text is followed by a line end, which no word contains
-    lowered.append("")
-    joined = "\n".join(lowered)
-    del lowered
-    hashes, first, num_words, next_text = [], np.zeros(len(ends) + 1, dtype=np.int64), 0, 0
-    for start, end, places, some in _blocks(joined):
-        last_text = int(np.searchsorted(ends, end, side="right"))
-        inside = ends[next_text:last_text] - start
-        first[next_text + 1 : last_text + 1] = num_words + np.searchsorted(places, inside)
-        next_text = last_text
-        hashes.append(some)
-        num_words += len(some)
-    return np.concatenate([np.empty(0, dtype=np.uint64), *hashes]), first
-
-
-def _blocks(joined: str) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-    """Yield, per block of the text, its start, its end, the starts of its words (characters) and their hashes."""
-    start = 0
-    while start < len(joined):
-        block = joined[start : start + BLOCK_CHARACTERS]
-        is_word = _word_characters(block)
-        length = len(block)
-        if is_word[-1]:  # the last word may be cut: leave it to the next block
-            others = np.flatnonzero(~is_word)
-            length = int(others[-1]) + 1 if len(others) else 0
-        if length == 0:  # a word longer than a block
-            word = _WORD.match(joined, start).group()
-            hashes = np.array([_hash_long_word(_encode(word))], dtype=np.uint64)
-            yield start, start + len(word), np.zeros(1, dtype=np.int64), hashes
-            start += len(word)
-            continue
-        edges = _edges(is_word[:length])
-        yield start, start + length, edges[::2], _hash_block(block, edges)
-        start += length
 
 
 def _word_characters(block: str) -> np.ndarray:
