@@ -15,12 +15,12 @@ from datatrove.pipeline.base import PipelineStep
 from input_files import plan_of, source
 
 from lmscale.config.corpus import DedupConfig, EvaluationSetConfig
-from lmscale.corpus import collecting, deduplicating, running
-from lmscale.corpus.collecting import CheckIds, ScatterDocuments, SortShard, document_key
-from lmscale.corpus.deduplicating import CompareCandidates, ShingleCandidates
+from lmscale.corpus import collecting, deduplicating, finalizing, running
+from lmscale.corpus.collecting import ScatterDocuments, check_ids, document_key, sort_shard
+from lmscale.corpus.deduplicating import compare_candidates, shingle_candidates
 from lmscale.corpus.evaluation_sets import EVALUATION_TEXTS, evaluation_index
-from lmscale.corpus.finalizing import FinalizeDataset, MergeShards
-from lmscale.corpus.plan import save_array, save_json
+from lmscale.corpus.finalizing import merge_shards
+from lmscale.corpus.plan import Plan, save_array, save_json
 from lmscale.corpus.planning import make_plan
 from lmscale.corpus.running import QuietLocalExecutor
 
@@ -42,7 +42,7 @@ def test_shards_hold_all_documents_in_the_order_of_their_keys(tmp_path, monkeypa
     scatter(tmp_path, [texts[:25], [], texts[25:]])
     found = []
     for shard in range(NUM_SHARDS):
-        SortShard(plan_of(tmp_path, num_tasks=3, num_shards=NUM_SHARDS)).run(rank=shard, world_size=NUM_SHARDS)
+        sort_shard(plan_of(tmp_path, num_tasks=3, num_shards=NUM_SHARDS), shard)
         found += pq.read_table(tmp_path / "sorted" / f"{shard:05d}.parquet")["text"].to_pylist()
     assert found == sorted(texts, key=document_key)
 
@@ -56,26 +56,26 @@ def test_a_flush_of_the_buffer_writes_one_file_for_all_shards(tmp_path) -> None:
 def test_a_repeated_id_is_shown_with_its_places(tmp_path) -> None:
     scatter(tmp_path, [["a", "b"], ["c", "b"]])
     with pytest.raises(ValueError, match="1 documents share an id .*: 'b' in 0.txt row 1 and 1.txt row 1"):
-        CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
+        check_ids(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse"), 0)
 
 
 def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
     for task, name in enumerate(("books", "news")):
         document = Document("text", "1", metadata={"source": name, "file": "a.jsonl", "row": 1})
         ScatterDocuments(plan_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
-    CheckIds(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse")).run()
+    check_ids(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse"), 0)
 
 
 def test_of_equal_texts_the_first_by_source_is_kept_whatever_the_names_of_the_files(tmp_path) -> None:
     plan = plan_of(tmp_path, num_tasks=1)
     places = [{"source": source, "file": file, "row": 1} for source, file in (("news", "a.txt"), ("books", "z.txt"))]
     ScatterDocuments(plan).run(iter([Document("text", "1", metadata=place) for place in places]))
-    SortShard(plan).run()
+    sort_shard(plan, 0)
     assert pq.read_table(tmp_path / "sorted" / "00000.parquet")["source"].to_pylist() == ["books"]
 
 
 @pytest.fixture
-def compare(tmp_path) -> CompareCandidates:
+def compared(tmp_path) -> Plan:
     """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band."""
     plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.25, bands=1))
     generator = np.random.default_rng(5)
@@ -86,26 +86,26 @@ def compare(tmp_path) -> CompareCandidates:
         save_array(plan.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
         save_array(plan.shard_file("sets", shard, "members.npy"), np.arange(first, end))
     save_array(plan.path("pairs", 0, "00000.npy"), np.array(list(itertools.combinations(range(33), 2))))
-    return CompareCandidates(plan)
+    return plan
 
 
-def result(compare: CompareCandidates) -> list[list]:
-    compare.run()
-    return [np.load(compare.plan.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
+def result(plan: Plan) -> list[list]:
+    compare_candidates(plan, 0)
+    return [np.load(plan.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1000])
-def test_documents_compared_at_once_are_bounded_by_their_shingles(compare, monkeypatch, limit: int) -> None:
-    whole, held, get_sets = result(compare), [], CompareCandidates._sets
+def test_documents_compared_at_once_are_bounded_by_their_shingles(compared, monkeypatch, limit: int) -> None:
+    whole, held, get_sets = result(compared), [], deduplicating._sets
 
-    def measured(self, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        values, offsets = get_sets(self, documents, first)
+    def measured(plan: Plan, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, offsets = get_sets(plan, documents, first)
         held.append((len(values), len(documents)))
         return values, offsets
 
-    monkeypatch.setattr(CompareCandidates, "_sets", measured)
+    monkeypatch.setattr(deduplicating, "_sets", measured)
     monkeypatch.setattr(deduplicating, "SHINGLES_AT_ONCE", limit)
-    assert result(compare) == whole and len(whole[0]) > 20
+    assert result(compared) == whole and len(whole[0]) > 20
     assert min(whole[1]) == 0.25  # the threshold itself
     assert all(shingles <= limit or documents == 2 for shingles, documents in held)
 
@@ -117,29 +117,29 @@ def test_documents_of_equal_names_in_two_sources_are_counted_as_two(tmp_path) ->
     save_array(plan.shard_file("overlap", 0, "seen.npy"), evaluation_index(plan).new_seen())
     found = [("books", "quiz/0"), ("books", "quiz/1"), ("news", "quiz/0")]
     rows = [{"source": source, "file": "a.txt", "row": 1, "item": item} for source, item in found]
-    report = FinalizeDataset(plan)._leakage(pa.Table.from_pylist(rows))
+    report = finalizing._leakage(plan, pa.Table.from_pylist(rows))
     assert report["quiz"]["documents_removed"] == 2
 
 
 STEPS = {
-    "ids": ("ids", "clean", CheckIds),
-    "sort": ("ids", "clean", SortShard),
-    "shingles": ("members/00000", "candidates", ShingleCandidates),
-    "compare": ("pairs/00000", "candidates", CompareCandidates),
-    "join": ("overlap", "tokenize", MergeShards),
+    "ids": ("ids", "clean", check_ids),
+    "sort": ("ids", "clean", sort_shard),
+    "shingles": ("members/00000", "candidates", shingle_candidates),
+    "compare": ("pairs/00000", "candidates", compare_candidates),
+    "join": ("overlap", "tokenize", merge_shards),
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_after_an_incomplete_stage_raises_and_writes_nothing(name: str, tmp_path: Path) -> None:
-    folder, stage, step = STEPS[name]
+    folder, stage, work = STEPS[name]
     for task in (0, 2):
         save_array(tmp_path / folder / f"{task:05d}.npy", np.empty(0, dtype=np.int64))
         (tmp_path / folder / f"{task:05d}.parquet").touch()
     (tmp_path / folder / ".00001.npy.77").touch()  # of a task that still runs
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=f"all 3 tasks of `{stage}` must be complete, .* has the files of 2"):
-        step(plan_of(tmp_path, num_tasks=3, num_shards=3, dedup=DedupConfig(0.7, bands=3))).run()
+        work(plan_of(tmp_path, num_tasks=3, num_shards=3, dedup=DedupConfig(0.7, bands=3)), 0)
     assert sorted(tmp_path.rglob("*")) == before
 
 

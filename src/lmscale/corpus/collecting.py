@@ -14,7 +14,7 @@ from datatrove.data import DocumentsPipeline
 from ..data.sentences import by_size
 from ..shared_files import replacing
 from .minhash import band_hashes
-from .plan import PlannedStep, save_array, save_table
+from .plan import Plan, PlannedStep, save_array, save_table
 from .progress import Meter
 from .shingles import shingle_sets, starts_run
 
@@ -93,85 +93,75 @@ def shard_of(key: bytes, num_shards: int) -> int:
     return int.from_bytes(key[:4], "big") * num_shards >> 32
 
 
-class CheckIds(PlannedStep):
-    """Count documents whose id occurs more than once in their source, or raise an error."""
+def check_ids(plan: Plan, rank: int) -> dict[str, int]:
+    """Count documents whose id occurs more than once in their source, or raise an error.
 
-    name = "ids"
-
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """The only task.
-
-        Raises:
-            ValueError: the policy is `refuse` and ids repeat (the message shows one of them and its locations), or a
-                task of the first stage is not complete.
-        """
-        files = self.plan.task_files("ids", stage="clean", num_tasks=self.plan.num_tasks)
-        ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
-        unique, counts = np.unique(ids, return_counts=True)
-        surplus = len(ids) - len(unique)
-        self.stat_update("duplicate_ids", value=surplus)
-        if surplus and self.plan.config.duplicate_ids == "refuse":
-            example = self._example(int(unique[np.argmax(counts > 1)]))
-            raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
-
-    def _example(self, wanted: int) -> str:
-        found = []
-        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in PLACE])
-        for path in sorted(self.plan.path("cleaned").glob("[0-9]*.arrow")):
-            with pa.OSFile(str(path)) as file:
-                rows = pa.ipc.open_file(file, options=options).read_all().to_pylist()
-            for row in rows:
-                if id_hash(row["source"], row["id"]) == wanted:
-                    found.append(f"{row['file']} row {row['row']}")
-                    name = row["id"]
-        return f"{name!r} in {' and '.join(sorted(found)[:3])}"
+    Raises:
+        ValueError: the policy is `refuse` and ids repeat (the message shows one of them and its locations), or a
+            task of the first stage is not complete.
+    """
+    files = plan.task_files("ids", stage="clean", num_tasks=plan.num_tasks)
+    ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
+    unique, counts = np.unique(ids, return_counts=True)
+    surplus = len(ids) - len(unique)
+    if surplus and plan.config.duplicate_ids == "refuse":
+        example = _example(plan, int(unique[np.argmax(counts > 1)]))
+        raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
+    return {"duplicate_ids": surplus}
 
 
-class SortShard(PlannedStep):
+def _example(plan: Plan, wanted: int) -> str:
+    found = []
+    options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in PLACE])
+    for path in sorted(plan.path("cleaned").glob("[0-9]*.arrow")):
+        with pa.OSFile(str(path)) as file:
+            rows = pa.ipc.open_file(file, options=options).read_all().to_pylist()
+        for row in rows:
+            if id_hash(row["source"], row["id"]) == wanted:
+                found.append(f"{row['file']} row {row['row']}")
+                name = row["id"]
+    return f"{name!r} in {' and '.join(sorted(found)[:3])}"
+
+
+def sort_shard(plan: Plan, rank: int) -> dict[str, int]:
     """Sort a shard by key, drop exact copies, and compute MinHash bands for the near-duplicate search.
 
     Of several equal texts, the first by source, file and row is kept.
+
+    Raises:
+        ValueError: a task of the first stage is not complete.
     """
+    plan.task_files("ids", stage="clean", num_tasks=plan.num_tasks)  # each writes its ids last
+    found = []
+    for path in sorted(plan.path("cleaned").glob("[0-9]*.arrow")):
+        with pa.OSFile(str(path)) as file:
+            found.append(pa.ipc.open_file(file).get_batch(rank))
+    table = pa.Table.from_batches(found, SCHEMA)
+    table = table.sort_by([(name, "ascending") for name in ("key", "source", "file", "row")])
+    is_first = starts_run(np.array(table["key"].to_pylist(), dtype="V16"))
+    copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
+    save_table(plan.shard_file("sorted", rank, "copies.parquet"), copies)
+    table = table.filter(pa.array(is_first))
+    with replacing(plan.shard_file("sorted", rank, "parquet")) as path:
+        _write_groups(table, path)
+    lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
+    if plan.config.dedup.jaccard is not None:
+        _write_bands(plan, table["text"], rank)
+    # Written last: the other stages read the shard's number of documents from this file.
+    save_array(plan.shard_file("lengths", rank), lengths)
+    return {"documents": len(table), "copies": len(copies)}
 
-    name = "sort by key"
 
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` sorts shard `rank`.
-
-        Raises:
-            ValueError: a task of the first stage is not complete.
-        """
-        self.plan.task_files("ids", stage="clean", num_tasks=self.plan.num_tasks)  # each writes its ids last
-        found = []
-        for path in sorted(self.plan.path("cleaned").glob("[0-9]*.arrow")):
-            with pa.OSFile(str(path)) as file:
-                found.append(pa.ipc.open_file(file).get_batch(rank))
-        table = pa.Table.from_batches(found, SCHEMA)
-        table = table.sort_by([(name, "ascending") for name in ("key", "source", "file", "row")])
-        is_first = starts_run(np.array(table["key"].to_pylist(), dtype="V16"))
-        copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
-        save_table(self.plan.shard_file("sorted", rank, "copies.parquet"), copies)
-        table = table.filter(pa.array(is_first))
-        with replacing(self.plan.shard_file("sorted", rank, "parquet")) as path:
-            _write_groups(table, path)
-        lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
-        if self.plan.config.dedup.jaccard is not None:
-            self._write_bands(table["text"], rank)
-        # Written last: the other stages read the shard's number of documents from this file.
-        save_array(self.plan.shard_file("lengths", rank), lengths)
-        self.stat_update("documents", value=len(table))
-        self.stat_update("copies", value=len(copies))
-
-    def _write_bands(self, texts: pa.ChunkedArray, rank: int) -> None:
-        dedup, first = self.plan.config.dedup, 0
-        result = np.empty((len(texts), dedup.bands), dtype=np.uint64, order="F")
-        with Meter(self.plan, "sort", rank) as meter:
-            for batch in batches(texts):
-                values, offsets = shingle_sets(batch, dedup.ngram)
-                result[first : first + len(batch)] = band_hashes(values, offsets, dedup.bands, dedup.rows)
-                first += len(batch)
-                meter.add(len(batch), sum(map(len, batch)))
-        save_array(self.plan.shard_file("bands", rank), result)
+def _write_bands(plan: Plan, texts: pa.ChunkedArray, rank: int) -> None:
+    dedup, first = plan.config.dedup, 0
+    result = np.empty((len(texts), dedup.bands), dtype=np.uint64, order="F")
+    with Meter(plan, "sort", rank) as meter:
+        for batch in batches(texts):
+            values, offsets = shingle_sets(batch, dedup.ngram)
+            result[first : first + len(batch)] = band_hashes(values, offsets, dedup.bands, dedup.rows)
+            first += len(batch)
+            meter.add(len(batch), sum(map(len, batch)))
+    save_array(plan.shard_file("bands", rank), result)
 
 
 def _write_groups(table: pa.Table, path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datatrove.data import DocumentsPipeline
 
 from ..config.family import family_of
 from ..data.indexed_corpus import MANIFEST, MANIFEST_FORMAT, TOKENIZER
@@ -18,7 +17,7 @@ from ..data.prepare import note_missing_pieces
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
 from .evaluation_sets import evaluation_index
-from .plan import Plan, PlannedStep, save_json, save_table
+from .plan import Plan, save_json, save_table
 
 REPORTS = "reports"
 _STAGE_LABELS = {
@@ -30,26 +29,22 @@ _STAGE_LABELS = {
 }
 
 
-class MergeShards(PlannedStep):
-    """Merge the shards' binary datasets into one per source and split."""
+def merge_shards(plan: Plan, rank: int) -> dict[str, int]:
+    """Merge the shards' binary datasets into one per source and split.
 
-    name = "join"
-
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` merges part `rank` of the plan.
-
-        Raises:
-            ValueError: a shard is not tokenized.
-        """
-        # A shard without documents of this part has no dataset, but every complete one has this file.
-        self.plan.task_files("overlap", stage="tokenize", num_tasks=self.plan.num_shards, ending="parquet")
-        source, split = self.plan.parts[rank]
-        prefixes = [self.plan.path("tokens", shard, f"{source}_{split}") for shard in range(self.plan.num_shards)]
-        prefixes = [prefix for prefix in prefixes if _exists(prefix)]
-        if prefixes:
-            target = self.plan.path("joined", part_name(self.plan, source, split))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            merge(prefixes, target)
+    Raises:
+        ValueError: a shard is not tokenized.
+    """
+    # A shard without documents of this part has no dataset, but every complete one has this file.
+    plan.task_files("overlap", stage="tokenize", num_tasks=plan.num_shards, ending="parquet")
+    source, split = plan.parts[rank]
+    prefixes = [plan.path("tokens", shard, f"{source}_{split}") for shard in range(plan.num_shards)]
+    prefixes = [prefix for prefix in prefixes if _exists(prefix)]
+    if prefixes:
+        target = plan.path("joined", part_name(plan, source, split))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        merge(prefixes, target)
+    return {}
 
 
 def part_name(plan: Plan, source: str, split: str) -> str:
@@ -57,161 +52,165 @@ def part_name(plan: Plan, source: str, split: str) -> str:
     return f"{source}_{split}_text_{family_of(plan.config.architecture).corpus.sequence}"
 
 
-class FinalizeDataset(PlannedStep):
-    """Move the dataset to the output folder with tokenizer and reports; the manifest, written last, completes it."""
+def finalize_dataset(plan: Plan, rank: int) -> dict[str, int]:
+    """Move the dataset to the output folder with tokenizer and reports; the manifest, written last, completes it.
 
-    name = "finish"
+    Raises:
+        ValueError: a source has no documents left, or for BERT none of two sentences, or no document is held out.
+    """
+    output, joined = plan.output, plan.path("joined")
+    for index in joined.glob("*.idx"):  # an earlier attempt stopped after it had moved the .bin
+        if not index.with_suffix(".bin").is_file():
+            os.replace(index, output / index.name)
+    tokenizer = read_tokenizer(plan.path(TOKENIZER))
+    sources = _describe_sources(plan)
+    stages = _stages(plan)
+    _check_left(plan, sources, stages)
+    reports = _write_reports(plan, output / REPORTS)
+    for file in sorted(joined.glob("*")):
+        os.replace(file, output / file.name)
+    shutil.copyfile(plan.path(TOKENIZER), output / TOKENIZER)
+    facts = json.loads(plan.path("plan.json").read_text(encoding="utf-8"))["facts"]
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "architecture": plan.config.architecture,
+        "tokenizer": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "sources": sources,
+        "stages": stages,
+        "reports": reports,
+        "inputs": _inputs(plan),
+        "config": facts["config"],
+        "versions": facts["versions"],
+    }
+    save_json(output / MANIFEST, manifest)
+    if not plan.config.keep_work:
+        for path in plan.root.iterdir():
+            if path.is_dir() and path.name != "logs":  # this task still writes to the logs
+                shutil.rmtree(path)
+    return {}
 
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """The only task.
 
-        Raises:
-            ValueError: a source has no documents left, or for BERT none of two sentences, or no document is held out.
-        """
-        output, joined = self.plan.output, self.plan.path("joined")
-        for index in joined.glob("*.idx"):  # an earlier attempt stopped after it had moved the .bin
-            if not index.with_suffix(".bin").is_file():
-                os.replace(index, output / index.name)
-        tokenizer = read_tokenizer(self.plan.path(TOKENIZER))
-        sources = self._describe_sources()
-        stages = self._stages()
-        self._check_left(sources, stages)
-        reports = self._write_reports(output / REPORTS)
-        for file in sorted(joined.glob("*")):
-            os.replace(file, output / file.name)
-        shutil.copyfile(self.plan.path(TOKENIZER), output / TOKENIZER)
-        facts = json.loads(self.plan.path("plan.json").read_text(encoding="utf-8"))["facts"]
-        manifest = {
-            "format": MANIFEST_FORMAT,
-            "architecture": self.plan.config.architecture,
-            "tokenizer": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "sources": sources,
-            "stages": stages,
-            "reports": reports,
-            "inputs": self._inputs(),
-            "config": facts["config"],
-            "versions": facts["versions"],
+def _describe_sources(plan: Plan) -> dict[str, dict]:
+    found: dict[str, dict] = {name: {} for name in sorted(plan.config.sources)}
+    for source, split in plan.parts:
+        name = part_name(plan, source, split)
+        # An earlier attempt may have moved some of them already.
+        prefix = next((p for p in (plan.path("joined", name), plan.output / name) if _exists(p)), None)
+        if prefix is None:
+            continue
+        dataset = IndexedDataset(prefix)
+        with open(f"{prefix}.bin", "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found[source][split] = {
+            "prefix": name,
+            "documents": dataset.num_documents,
+            "tokens": dataset.num_tokens,
+            "sha256": digest,
         }
-        save_json(output / MANIFEST, manifest)
-        if not self.plan.config.keep_work:
-            for path in self.plan.root.iterdir():
-                if path.is_dir() and path.name != "logs":  # this task still writes to the logs
-                    shutil.rmtree(path)
+        level = family_of(plan.config.architecture).corpus.sequence
+        if level == "sentence":  # a document of one sentence gives no pair
+            pairs = int((np.diff(dataset.document_indices) > 1).sum())
+            found[source][split]["documents_with_a_pair"] = pairs
+    for name, held in found.items():
+        given = plan.config.sources[name].weight
+        held["weight"] = given if given is not None else float(held.get("train", {}).get("tokens", 0))
+    return found
 
-    def _describe_sources(self) -> dict[str, dict]:
-        found: dict[str, dict] = {name: {} for name in sorted(self.plan.config.sources)}
-        for source, split in self.plan.parts:
-            name = part_name(self.plan, source, split)
-            # An earlier attempt may have moved some of them already.
-            prefix = next((p for p in (self.plan.path("joined", name), self.plan.output / name) if _exists(p)), None)
-            if prefix is None:
-                continue
-            dataset = IndexedDataset(prefix)
-            with open(f"{prefix}.bin", "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[source][split] = {
-                "prefix": name,
-                "documents": dataset.num_documents,
-                "tokens": dataset.num_tokens,
-                "sha256": digest,
-            }
-            level = family_of(self.plan.config.architecture).corpus.sequence
-            if level == "sentence":  # a document of one sentence gives no pair
-                pairs = int((np.diff(dataset.document_indices) > 1).sum())
-                found[source][split]["documents_with_a_pair"] = pairs
-        for name, held in found.items():
-            given = self.plan.config.sources[name].weight
-            held["weight"] = given if given is not None else float(held.get("train", {}).get("tokens", 0))
-        return found
 
-    def _check_left(self, sources: dict[str, dict], stages: dict) -> None:
-        empty = [name for name, held in sources.items() if "train" not in held]
-        counts = ", ".join(
-            f"{step}: {label} {value}"
-            for stage in ("clean", "sort", "resolve", "tokenize")
-            for step, held in stages.get(stage, {}).items()
-            for label, value in held.items()
-        )
-        if empty:
-            raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
-        for name, held in sources.items():
-            if held["train"].get("documents_with_a_pair") == 0:
-                raise ValueError(
-                    f"`sources.{name}` must have documents of two sentences or more for "
-                    f"architecture={self.plan.config.architecture}, but all {held['train']['documents']} have one"
-                )
-        if not any("validation" in held for held in sources.values()):
+def _check_left(plan: Plan, sources: dict[str, dict], stages: dict) -> None:
+    empty = [name for name, held in sources.items() if "train" not in held]
+    counts = ", ".join(
+        f"{step}: {label} {value}"
+        for stage in ("clean", "sort", "resolve", "tokenize")
+        for step, held in stages.get(stage, {}).items()
+        for label, value in held.items()
+    )
+    if empty:
+        raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
+    for name, held in sources.items():
+        if held["train"].get("documents_with_a_pair") == 0:
             raise ValueError(
-                f"`validation_every` must hold out at least one document, but {self.plan.config.validation_every} held "
-                f"out none ({counts})"
+                f"`sources.{name}` must have documents of two sentences or more for "
+                f"architecture={plan.config.architecture}, but all {held['train']['documents']} have one"
             )
+    if not any("validation" in held for held in sources.values()):
+        raise ValueError(
+            f"`validation_every` must hold out at least one document, but {plan.config.validation_every} held "
+            f"out none ({counts})"
+        )
 
-    def _stages(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the counts of each stage and step, summed over tasks."""
-        found: dict[str, dict[str, dict[str, int]]] = {}
-        for logs in sorted(self.plan.path("logs").iterdir()):
-            for file in sorted((logs / "stats").glob("*.json")):
-                for step in json.loads(file.read_text(encoding="utf-8")):
-                    held = found.setdefault(logs.name, {}).setdefault(step["name"].split(": ", 1)[-1], {})
-                    for label, value in step["stats"].items():
-                        total = value["total"] if isinstance(value, dict) else value
-                        held[label] = held.get(label, 0) + int(total)
-        return found
 
-    def _inputs(self) -> list[dict]:
-        """Return name, size and sha256 of every input, as written by the tasks of the first stage."""
-        found: list[dict] = []
-        for file in sorted(self.plan.path("inputs").glob("[0-9]*.json")):
-            found += json.loads(file.read_text(encoding="utf-8"))
-        return sorted(found, key=lambda held: (held["source"], held["file"]))
+def _stages(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the counts of each stage and step, summed over tasks."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for logs in sorted(plan.path("logs").iterdir()):
+        for file in sorted((logs / "stats").glob("*.json")):
+            for step in json.loads(file.read_text(encoding="utf-8")):
+                held = found.setdefault(logs.name, {}).setdefault(step["name"].split(": ", 1)[-1], {})
+                for label, value in step["stats"].items():
+                    total = value["total"] if isinstance(value, dict) else value
+                    held[label] = held.get(label, 0) + int(total)
+    return found
 
-    def _write_reports(self, folder: Path) -> dict:
-        """Write the reports as files; return their summaries for the manifest."""
-        folder.mkdir(exist_ok=True)
-        save_json(folder / "dropped.json", self._dropped())
-        copies = self._concatenate("sorted", "copies.parquet")
-        save_table(folder / "copies.parquet", copies)
-        summary = {"copies": len(copies)}
-        duplicates = self.plan.path("duplicates.parquet")
-        if duplicates.is_file():
-            table = pq.read_table(duplicates)
-            save_table(folder / "duplicates.parquet", table)
-            survivors = len(set(zip(table["survivor_key"].to_pylist(), strict=True)))
-            summary |= {"near_duplicates": len(table), "clusters": survivors}
-        if self.plan.config.evaluation_sets:
-            contaminated = self._concatenate("overlap", "parquet")
-            save_table(folder / "contaminated.parquet", contaminated)
-            summary["leakage"] = self._leakage(contaminated)
-            save_json(folder / "leakage.json", summary["leakage"])
-        return summary
 
-    def _dropped(self) -> dict[str, list[dict]]:
-        """Return examples of dropped documents by reason, the first ones in order of their files."""
-        found: dict[str, list[dict]] = {}
-        for file in sorted(self.plan.path("dropped").rglob("[0-9]*.json")):
-            for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
-                found.setdefault(reason, []).extend(examples)
-        by_place = {
-            reason: sorted(held, key=lambda d: (d["source"], d["file"], d["row"])) for reason, held in found.items()
-        }
-        return {reason: held[:NUM_SAMPLES] for reason, held in sorted(by_place.items())}
+def _inputs(plan: Plan) -> list[dict]:
+    """Return name, size and sha256 of every input, as written by the tasks of the first stage."""
+    found: list[dict] = []
+    for file in sorted(plan.path("inputs").glob("[0-9]*.json")):
+        found += json.loads(file.read_text(encoding="utf-8"))
+    return sorted(found, key=lambda held: (held["source"], held["file"]))
 
-    def _leakage(self, contaminated: pa.Table) -> dict:
-        """Measure how much of each evaluation set occurs in the training split, as in section 5.2."""
-        index = evaluation_index(self.plan)
-        seen = index.new_seen()
-        for shard in range(self.plan.num_shards):
-            seen |= np.load(self.plan.shard_file("overlap", shard, "seen.npy"))
-        removed: dict[str, set] = {}
-        for row in contaminated.to_pylist():
-            removed.setdefault(row["item"].split("/")[0], set()).add((row["source"], row["file"], row["row"]))
-        report = index.overlap(seen)
-        return {name: held | {"documents_removed": len(removed.get(name, ()))} for name, held in report.items()}
 
-    def _concatenate(self, kind: str, ending: str) -> pa.Table:
-        shards = range(self.plan.num_shards)
-        return pa.concat_tables([pq.read_table(self.plan.shard_file(kind, shard, ending)) for shard in shards])
+def _write_reports(plan: Plan, folder: Path) -> dict:
+    """Write the reports as files; return their summaries for the manifest."""
+    folder.mkdir(exist_ok=True)
+    save_json(folder / "dropped.json", _dropped(plan))
+    copies = _concatenate(plan, "sorted", "copies.parquet")
+    save_table(folder / "copies.parquet", copies)
+    summary = {"copies": len(copies)}
+    duplicates = plan.path("duplicates.parquet")
+    if duplicates.is_file():
+        table = pq.read_table(duplicates)
+        save_table(folder / "duplicates.parquet", table)
+        survivors = len(set(zip(table["survivor_key"].to_pylist(), strict=True)))
+        summary |= {"near_duplicates": len(table), "clusters": survivors}
+    if plan.config.evaluation_sets:
+        contaminated = _concatenate(plan, "overlap", "parquet")
+        save_table(folder / "contaminated.parquet", contaminated)
+        summary["leakage"] = _leakage(plan, contaminated)
+        save_json(folder / "leakage.json", summary["leakage"])
+    return summary
+
+
+def _dropped(plan: Plan) -> dict[str, list[dict]]:
+    """Return examples of dropped documents by reason, the first ones in order of their files."""
+    found: dict[str, list[dict]] = {}
+    for file in sorted(plan.path("dropped").rglob("[0-9]*.json")):
+        for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
+            found.setdefault(reason, []).extend(examples)
+    by_place = {
+        reason: sorted(held, key=lambda d: (d["source"], d["file"], d["row"])) for reason, held in found.items()
+    }
+    return {reason: held[:NUM_SAMPLES] for reason, held in sorted(by_place.items())}
+
+
+def _leakage(plan: Plan, contaminated: pa.Table) -> dict:
+    """Measure how much of each evaluation set occurs in the training split, as in section 5.2."""
+    index = evaluation_index(plan)
+    seen = index.new_seen()
+    for shard in range(plan.num_shards):
+        seen |= np.load(plan.shard_file("overlap", shard, "seen.npy"))
+    removed: dict[str, set] = {}
+    for row in contaminated.to_pylist():
+        removed.setdefault(row["item"].split("/")[0], set()).add((row["source"], row["file"], row["row"]))
+    report = index.overlap(seen)
+    return {name: held | {"documents_removed": len(removed.get(name, ()))} for name, held in report.items()}
+
+
+def _concatenate(plan: Plan, kind: str, ending: str) -> pa.Table:
+    shards = range(plan.num_shards)
+    return pa.concat_tables([pq.read_table(plan.shard_file(kind, shard, ending)) for shard in shards])
 
 
 def summarize(output: Path) -> str:

@@ -1,12 +1,14 @@
 """The plan of a preparation, and the files through which its stages pass their results on."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.base import PipelineStep
 
 from ..config.corpus import PrepareConfig
@@ -113,6 +115,24 @@ class PlannedStep(PipelineStep):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self.plan = plan
+
+
+class PlannedTask(PlannedStep):
+    """The only step of a stage whose tasks read and write files of the plan.
+
+    Args:
+        name: of the step in logs and manifest.
+        work: does task `rank` of the plan, and returns its counts by label.
+    """
+
+    def __init__(self, plan: Plan, name: str, work: Callable[[Plan, int], dict[str, int]]) -> None:
+        self.name, self.work = name, work
+        super().__init__(plan)
+
+    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
+        """Do the task; see the function for errors."""
+        for label, value in self.work(self.plan, rank).items():
+            self.stat_update(label, value=value)
 
 
 def save_array(path: Path, array: np.ndarray) -> None:

@@ -20,13 +20,13 @@ from loguru import logger
 
 from ..data.indexed_corpus import TOKENIZER
 from .cleaning import DropShort, EditText, KeepLanguage, join_story_lines, repair_text
-from .collecting import CheckIds, ScatterDocuments, SortShard
-from .deduplicating import CompareCandidates, FindCandidates, ResolveDuplicates, ShingleCandidates
-from .finalizing import FinalizeDataset, MergeShards
-from .plan import Plan
+from .collecting import ScatterDocuments, check_ids, sort_shard
+from .deduplicating import compare_candidates, find_candidates, resolve_duplicates, shingle_candidates
+from .finalizing import finalize_dataset, merge_shards
+from .plan import Plan, PlannedTask
 from .progress import StageBar
 from .reading import SourceReader
-from .tokenizing import TokenizeShard, TrainTokenizer
+from .tokenizing import tokenize_shard, train_on_documents
 
 
 @dataclass(frozen=True)
@@ -42,25 +42,25 @@ def stages(plan: Plan) -> list[Stage]:
     """Return the stages of a preparation, in the paper's order (section 4.1)."""
     config, shards = plan.config, plan.num_shards
     found = [
-        Stage("clean", plan.num_tasks, _cleaning(plan)),
-        Stage("ids", 1, [CheckIds(plan)]),
-        Stage("sort", shards, [SortShard(plan)]),
+        ("ids", 1, "ids", check_ids),
+        ("sort", shards, "sort by key", sort_shard),
     ]
     if config.dedup.jaccard is not None:
         found += [
-            Stage("candidates", config.dedup.bands, [FindCandidates(plan)]),
-            Stage("shingles", shards, [ShingleCandidates(plan)]),
-            Stage("compare", shards, [CompareCandidates(plan)]),
-            Stage("resolve", 1, [ResolveDuplicates(plan)]),
+            ("candidates", config.dedup.bands, "candidates", find_candidates),
+            ("shingles", shards, "shingles", shingle_candidates),
+            ("compare", shards, "exact comparison", compare_candidates),
+            ("resolve", 1, "clusters", resolve_duplicates),
         ]
     if config.tokenizer.kind == "trained":
-        found.append(Stage("tokenizer", 1, [TrainTokenizer(plan)]))
+        found.append(("tokenizer", 1, "train the tokenizer", train_on_documents))
     found += [
-        Stage("tokenize", shards, [TokenizeShard(plan)]),
-        Stage("join", len(plan.parts), [MergeShards(plan)]),
-        Stage("finish", 1, [FinalizeDataset(plan)]),
+        ("tokenize", shards, "tokenize", tokenize_shard),
+        ("join", len(plan.parts), "join", merge_shards),
+        ("finish", 1, "finish", finalize_dataset),
     ]
-    return found
+    planned = [Stage(name, tasks, [PlannedTask(plan, step, work)]) for name, tasks, step, work in found]
+    return [Stage("clean", plan.num_tasks, _cleaning(plan)), *planned]
 
 
 def _cleaning(plan: Plan) -> list[PipelineStep]:

@@ -1,12 +1,12 @@
 """Tokenize the remaining documents by source and split, without those that contain evaluation text."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datatrove.data import DocumentsPipeline
 
 from ..config.family import family_of
 from ..data.indexed_corpus import TOKENIZER
@@ -16,7 +16,7 @@ from ..data.tokenizer import DEFAULT_VOCAB_SIZE, read_tokenizer, train_tokenizer
 from .collecting import PLACE
 from .evaluation_sets import evaluation_index
 from .overlap import EvaluationIndex
-from .plan import Plan, PlannedStep, save_array, save_table
+from .plan import Plan, save_array, save_table
 from .progress import Meter
 from .shingles import word_ngrams
 
@@ -55,90 +55,83 @@ def kept_batches(plan: Plan, shard: int, columns: list[str]) -> Iterator[pa.Tabl
                 yield pa.Table.from_batches([held])
 
 
-class TrainTokenizer(PlannedStep):
+def train_on_documents(plan: Plan, rank: int) -> dict[str, int]:
     """Train a tokenizer on the first documents by key, a random sample of the corpus."""
-
-    name = "train the tokenizer"
-
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """The only task."""
-        config = self.plan.config
-        size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
-        trained = train_tokenizer(list(self._texts()), config.architecture, size, "tokenizer.vocab_size")
-        write_tokenizer(trained, self.plan.path(TOKENIZER))
-
-    def _texts(self) -> Iterator[str]:
-        characters = 0
-        with Meter(self.plan, "tokenizer", 0) as meter:
-            for shard in range(self.plan.num_shards):
-                for table in kept_batches(self.plan, shard, ["key", "text"]):
-                    for key, text in zip(table["key"].to_pylist(), table["text"].to_pylist(), strict=True):
-                        if split_of(key, self.plan.config.validation_every) != "train":
-                            continue
-                        if characters >= TRAINING_CHARACTERS:
-                            return
-                        characters += len(text)
-                        meter.add(1, len(text))
-                        yield from text_pieces(text)
+    config = plan.config
+    size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
+    trained = train_tokenizer(list(_texts(plan)), config.architecture, size, "tokenizer.vocab_size")
+    write_tokenizer(trained, plan.path(TOKENIZER))
+    return {}
 
 
-class TokenizeShard(PlannedStep):
+def _texts(plan: Plan) -> Iterator[str]:
+    characters = 0
+    with Meter(plan, "tokenizer", 0) as meter:
+        for shard in range(plan.num_shards):
+            for table in kept_batches(plan, shard, ["key", "text"]):
+                for key, text in zip(table["key"].to_pylist(), table["text"].to_pylist(), strict=True):
+                    if split_of(key, plan.config.validation_every) != "train":
+                        continue
+                    if characters >= TRAINING_CHARACTERS:
+                        return
+                    characters += len(text)
+                    meter.add(1, len(text))
+                    yield from text_pieces(text)
+
+
+def tokenize_shard(plan: Plan, rank: int) -> dict[str, int]:
     """Tokenize the remaining documents of a shard, without those that contain evaluation text."""
+    config, tokenizer = plan.config, read_tokenizer(plan.path(TOKENIZER))
+    index = evaluation_index(plan)
+    seen = index.new_seen() if index is not None else None
+    contaminated, num_bad, cut = [CONTAMINATED.empty_table()], 0, Counter()
+    encode = document_encoder(tokenizer, family_of(config.architecture).corpus.sequence)
+    columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
+    writers: dict[tuple[str, str], IndexedWriter] = {}  # one per source and split that has documents
+    plan.path("tokens", rank).mkdir(parents=True, exist_ok=True)
+    with Meter(plan, "tokenize", rank) as meter, ExitStack() as stack:
+        for table in kept_batches(plan, rank, columns):
+            texts = table["text"].to_pylist()
+            splits = [split_of(key, config.validation_every) for key in table["key"].to_pylist()]
+            places = range(len(texts))
+            if index is not None:
+                bad, found = _find_evaluation_text(plan, table, texts, splits, index, seen)
+                contaminated.append(found)
+                num_bad += len(bad)
+                places = [place for place in places if place not in bad]
+            chosen: dict[tuple[str, str], list[str]] = {}
+            sources = table["source"].to_pylist()
+            for place in places:
+                chosen.setdefault((sources[place], splits[place]), []).append(texts[place])
+            for (source, split), some in chosen.items():
+                ids, sizes, counts, num_cut = encode(some)
+                if (source, split) not in writers:
+                    prefix = plan.path("tokens", rank, f"{source}_{split}")
+                    writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
+                    writers[source, split] = stack.enter_context(writer)
+                writers[source, split].add_documents(ids, sizes, counts)
+                if num_cut is not None:
+                    cut["sentences_cut"] += num_cut
+            meter.add(len(texts), sum(map(len, texts)))
+    save_table(plan.shard_file("overlap", rank, "parquet"), pa.concat_tables(contaminated))
+    if seen is not None:
+        save_array(plan.shard_file("overlap", rank, "seen.npy"), seen)
+    return {**cut, "contaminated": num_bad}
 
-    name = "tokenize"
 
-    def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
-        """Task `rank` tokenizes shard `rank`."""
-        config, tokenizer = self.plan.config, read_tokenizer(self.plan.path(TOKENIZER))
-        index = evaluation_index(self.plan)
-        seen = index.new_seen() if index is not None else None
-        contaminated, num_bad = [CONTAMINATED.empty_table()], 0
-        encode = document_encoder(tokenizer, family_of(config.architecture).corpus.sequence)
-        columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
-        writers: dict[tuple[str, str], IndexedWriter] = {}  # one per source and split that has documents
-        self.plan.path("tokens", rank).mkdir(parents=True, exist_ok=True)
-        with Meter(self.plan, "tokenize", rank) as meter, ExitStack() as stack:
-            for table in kept_batches(self.plan, rank, columns):
-                texts = table["text"].to_pylist()
-                splits = [split_of(key, config.validation_every) for key in table["key"].to_pylist()]
-                places = range(len(texts))
-                if index is not None:
-                    bad, found = self._find_evaluation_text(table, texts, splits, index, seen)
-                    contaminated.append(found)
-                    num_bad += len(bad)
-                    places = [place for place in places if place not in bad]
-                chosen: dict[tuple[str, str], list[str]] = {}
-                sources = table["source"].to_pylist()
-                for place in places:
-                    chosen.setdefault((sources[place], splits[place]), []).append(texts[place])
-                for (source, split), some in chosen.items():
-                    ids, sizes, counts, num_cut = encode(some)
-                    if (source, split) not in writers:
-                        prefix = self.plan.path("tokens", rank, f"{source}_{split}")
-                        writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
-                        writers[source, split] = stack.enter_context(writer)
-                    writers[source, split].add_documents(ids, sizes, counts)
-                    if num_cut is not None:
-                        self.stat_update("sentences_cut", value=num_cut)
-                meter.add(len(texts), sum(map(len, texts)))
-        save_table(self.plan.shard_file("overlap", rank, "parquet"), pa.concat_tables(contaminated))
-        if seen is not None:
-            save_array(self.plan.shard_file("overlap", rank, "seen.npy"), seen)
-        self.stat_update("contaminated", value=num_bad)
+def _find_evaluation_text(
+    plan: Plan, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
+) -> tuple[set[int], pa.Table]:
+    """Return the places in the batch of the documents that contain items, and which, as CONTAMINATED.
 
-    def _find_evaluation_text(
-        self, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
-    ) -> tuple[set[int], pa.Table]:
-        """Return the places in the batch of the documents that contain items, and which, as CONTAMINATED.
-
-        Marks the n-grams of training text in `seen`.
-        """
-        values, offsets = word_ngrams(texts, index.n)
-        documents, items, shares = index.contaminates(values, offsets, self.plan.config.overlap.share)
-        is_trained = np.array([split == "train" for split in splits])
-        is_trained[documents] = False
-        index.mark_seen(values[np.repeat(is_trained, np.diff(offsets))], seen)
-        columns = {name: table[name].take(pa.array(documents)) for name in PLACE}
-        columns["item"] = [index.names[item] for item in items]
-        columns["share"] = shares
-        return set(documents.tolist()), pa.table(columns, schema=CONTAMINATED)
+    Marks the n-grams of training text in `seen`.
+    """
+    values, offsets = word_ngrams(texts, index.n)
+    documents, items, shares = index.contaminates(values, offsets, plan.config.overlap.share)
+    is_trained = np.array([split == "train" for split in splits])
+    is_trained[documents] = False
+    index.mark_seen(values[np.repeat(is_trained, np.diff(offsets))], seen)
+    columns = {name: table[name].take(pa.array(documents)) for name in PLACE}
+    columns["item"] = [index.names[item] for item in items]
+    columns["share"] = shares
+    return set(documents.tolist()), pa.table(columns, schema=CONTAMINATED)
