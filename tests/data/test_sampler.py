@@ -5,14 +5,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lmscale.data.sampler import Blend, BlendedBatchSampler, GlobalBatchSampler
+from lmscale.data.sampler import Blend, EpochShuffle, GlobalBatchSampler
 
 NUM_SAMPLES, BATCH, STEPS = 37, 12, 11  # 132 sequences: three epochs and a half, borders inside batches
 
 
+def epochs_of(size: int, batch: int, dp_rank: int, dp_size: int, seed: int, *steps: int) -> GlobalBatchSampler:
+    """The order of one dataset that is shuffled again in every epoch."""
+    return GlobalBatchSampler([EpochShuffle(size, f"order/{seed}")], Blend([1.0]), batch, dp_rank, dp_size, *steps)
+
+
 def steps(dp_rank: int = 0, dp_size: int = 1, seed: int = 5, start: int = 0) -> list[list[list[int]]]:
     """For each step the references (sample number, epoch, index) of its samples."""
-    return [step.tolist() for step in GlobalBatchSampler(NUM_SAMPLES, BATCH, dp_rank, dp_size, seed, STEPS, start)]
+    return [step.tolist() for step in epochs_of(NUM_SAMPLES, BATCH, dp_rank, dp_size, seed, STEPS, start)]
 
 
 def test_every_epoch_has_every_sample_once_in_a_new_order() -> None:
@@ -25,12 +30,12 @@ def test_every_epoch_has_every_sample_once_in_a_new_order() -> None:
 
 
 def test_an_epoch_smaller_than_a_batch_wraps_around() -> None:
-    batch = next(iter(GlobalBatchSampler(5, 12, 0, 1, 1, 1)))
+    batch = next(iter(epochs_of(5, 12, 0, 1, 1, 1)))
     assert [epoch for _, epoch, _ in batch] == [0] * 5 + [1] * 5 + [2] * 2
 
 
 def test_references_of_a_range_are_those_of_its_steps() -> None:
-    sampler = GlobalBatchSampler(NUM_SAMPLES, BATCH, 0, 1, 5, STEPS)
+    sampler = epochs_of(NUM_SAMPLES, BATCH, 0, 1, 5, STEPS)
     assert sampler.references(30, 50).tolist() == [row for step in steps() for row in step][30:50]
 
 
@@ -43,7 +48,7 @@ def test_a_blend_refers_to_the_samples_of_each_dataset_in_its_own_order() -> Non
             return places // self.size, self.size - 1 - places % self.size
 
     datasets, blend = [Ordered(7), Ordered(3)], Blend([3, 1])
-    ranks = [BlendedBatchSampler(24, 6, rank, 2, 5, 4, datasets=datasets, blend=blend) for rank in range(2)]
+    ranks = [GlobalBatchSampler([each.order for each in datasets], blend, 6, rank, 2, 4) for rank in range(2)]
     found = [row for step in zip(*ranks, strict=True) for share in step for row in share.tolist()]
     which, places = (values.tolist() for values in blend.assign(0, 24))
     sizes = [datasets[number].size for number in which]

@@ -41,11 +41,9 @@ def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0,
     consumed = num_steps * sampler.global_batch_size
     first, last = consumed * share // num_shares, consumed * (share + 1) // num_shares
     total = torch.zeros((), dtype=torch.int64)
-    while first < last:
-        end = min(last, first + _CHUNK, (first // sampler.num_samples + 1) * sampler.num_samples)  # within an epoch
-        rows = torch.from_numpy(sampler.references(first, end))
+    for start in range(first, last, _CHUNK):
+        rows = torch.from_numpy(sampler.references(start, min(start + _CHUNK, last)))
         total += digest_of_samples(rows[:, 0], rows[:, 2])
-        first = end
     return total
 
 

@@ -1,9 +1,10 @@
 """The samples of a run, how many are scored, and their global order: a function of the seed alone."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,8 @@ class Blend:
         Shapes:
             both int64 [last - first].
         """
+        if len(self.weights) == 1:
+            return np.zeros(last - first, dtype=np.int64), np.arange(first, last)
         begins, which, places = self._around(first, last)
         mine = slice(first - sum(begins), last - sum(begins))
         return which[mine], places[mine]
@@ -79,13 +82,6 @@ class Blend:
         return count
 
 
-class OrderedSamples(Protocol):
-    """A dataset that determines the order of its own samples."""
-
-    def order(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return epochs and indices of its samples number `places` in the run, both int64 of that shape."""
-
-
 class EpochShuffle:
     """The order of samples that are shuffled again in every epoch.
 
@@ -99,84 +95,67 @@ class EpochShuffle:
         self._shuffles: dict[int, Permutation] = {}
 
     def __call__(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return epochs and indices of the samples number `places` in the run, both int64 of that shape."""
+        """Return epochs and indices of the samples number `places`, ascending, in the run; all int64 [n]."""
         epochs, within = np.divmod(places, self.size)
         indices = np.empty_like(within)
-        for epoch in np.unique(epochs).tolist():
+        for start, end in pairwise([0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(places)]):
+            epoch = int(epochs[start])
             if epoch not in self._shuffles:
                 self._shuffles = {epoch: Permutation(self.size, f"{self.name}/{epoch}")}  # earlier ones are done with
-            mine = epochs == epoch
-            indices[mine] = self._shuffles[epoch](within[mine])
+            indices[start:end] = self._shuffles[epoch](within[start:end])
         return epochs, indices
+
+
+Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # numbers of a dataset's samples -> epochs and indices
 
 
 @dataclass(eq=False)
 class GlobalBatchSampler:
     """Yield this data rank's slice of the global batch per optimizer step.
 
-    Sample number n of the run (step x global batch size + position in the batch) is number n % N in the
-    order of epoch n // N: it depends only on (seed, N, n), not on layout or micro-batch size. Rank r of W takes
-    positions [r B/W, (r + 1) B/W). No sample is dropped or repeated between epochs.
+    The blend determines the dataset of sample number n of the run (step x global batch size + position in the batch),
+    and the dataset's order determines which of its samples that is: it depends only on (seed, datasets, n), not on
+    layout or micro-batch size. Rank r of W takes positions [r B/W, (r + 1) B/W).
 
     Args:
-        num_samples: N, samples per epoch.
+        orders: of each dataset.
+        blend: how the datasets alternate.
         global_batch_size: B, sequences per step.
         dp_rank, dp_size: r and W.
         num_steps: last step of the run.
         start_step: steps already done.
     """
 
-    num_samples: int
+    orders: Sequence[Order]
+    blend: Blend
     global_batch_size: int
     dp_rank: int
     dp_size: int
-    seed: int
     num_steps: int
     start_step: int = 0
 
     def __post_init__(self) -> None:
         assert self.global_batch_size % self.dp_size == 0
-        self.order = EpochShuffle(self.num_samples, f"order/{self.seed}")
 
     def __len__(self) -> int:
         """Steps of the whole run, including completed ones: Lightning accounts for restored steps itself."""
         return self.num_steps
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """Yield the references of each step: rows (sample number, epoch, index), int64 [B/W, 3]."""
+        """Yield the references of each step: rows (sample number, epoch, dataset x 2^40 + index), int64 [B/W, 3]."""
         share = self.global_batch_size // self.dp_size
         for step in range(self.start_step, self.num_steps):
             first = step * self.global_batch_size + self.dp_rank * share
             yield self.references(first, first + share)
 
     def references(self, first: int, last: int) -> np.ndarray:
-        """Return rows (sample number, epoch, index) of samples number [first, last), int64 [last - first, 3]."""
-        numbers = np.arange(first, last)
-        return np.stack([numbers, *self.order(numbers)], axis=1)
-
-
-@dataclass(eq=False, kw_only=True)
-class BlendedBatchSampler(GlobalBatchSampler):
-    """The same for datasets that order their own samples, blended in fixed proportions.
-
-    The blend determines the dataset of sample n, and the dataset determines which of its samples that is. A reference's
-    index is dataset x 2^40 + the sample's index; `num_samples` is the length of the run.
-
-    Args:
-        datasets, blend: the datasets and how they alternate.
-    """
-
-    datasets: Sequence[OrderedSamples]
-    blend: Blend
-
-    def references(self, first: int, last: int) -> np.ndarray:
         """Return rows (sample number, epoch, dataset x 2^40 + index) of the samples [first, last), int64 [n, 3]."""
         which, places = self.blend.assign(first, last)
         rows = np.empty((last - first, 3), dtype=np.int64)
         rows[:, 0] = np.arange(first, last)
-        for number in np.unique(which):
+        for number in np.flatnonzero(np.bincount(which)):
             mine = which == number
-            epochs, indices = self.datasets[number].order(places[mine])
+            epochs, indices = self.orders[number](places[mine])
             rows[mine, 1], rows[mine, 2] = epochs, (number << DATASET_SHIFT) + indices
         return rows
 
@@ -252,11 +231,12 @@ class RunSamples:
 
     def sampler(self, dp_rank: int = 0, dp_size: int = 1, start_step: int = 0) -> GlobalBatchSampler:
         """The order of the training samples of one data rank."""
-        place = self.global_batch_size, dp_rank, dp_size, self.seed, self.num_steps, start_step
         if self.corpus.shuffles_documents:
-            size = self.num_steps * self.global_batch_size
-            return BlendedBatchSampler(size, *place, datasets=self.train, blend=self.blend)
-        return GlobalBatchSampler(len(self.train[0]), *place)
+            orders = [samples.order for samples in self.train]
+        else:  # one dataset
+            orders = [EpochShuffle(len(self.train[0]), f"order/{self.seed}")]
+        place = self.global_batch_size, dp_rank, dp_size, self.num_steps, start_step
+        return GlobalBatchSampler(orders, self.blend, *place)
 
 
 def samples_of(run: RunConfig, corpus: PreparedCorpus, num_validation: int | None) -> RunSamples:
