@@ -151,4 +151,4 @@ def training_samples(config: dict[str, Any]) -> tuple[BERTDataset | GPTDataset, 
     (part,) = corpus.parts["train"]
     if family == "gpt":
         return GPTDataset(part, corpus.vocab_size, data.seq_length, "train"), corpus.vocab_size
-    return BERTDataset(corpus, part, data, seed=0, name="train"), corpus.vocab_size
+    return BERTDataset(corpus, "train", part, data, seed=0), corpus.vocab_size

@@ -195,7 +195,7 @@ def test_the_reference_losses_match_the_scored_tokens() -> None:
     found = reference_losses(config)
     data, tokenizer = DataConfig(**config["data"]), TokenizerConfig(**config["tokenizer"])
     corpus = prepare_corpus(data, tokenizer, "bert", None)
-    dataset = BERTDataset(corpus, corpus.parts["train"][0], data, 5, "train")
+    dataset = BERTDataset(corpus, "train", corpus.parts["train"][0], data, 5)
     pairs = collections.Counter()
     for epoch in range(3):
         samples = dataset.batch(np.full(len(dataset), epoch), np.arange(len(dataset)))

@@ -19,7 +19,7 @@ def corpus(tmp_path_factory) -> SyntheticBERTCorpus:
 
 def make(corpus, seed: int = 1234, **changes) -> BERTDataset:
     config = DataConfig("embedded", **({"seq_length": 512, "short_seq_probability": 0.0} | changes))
-    return BERTDataset(corpus, corpus.parts["train"][0], config, seed, "train")
+    return BERTDataset(corpus, "train", corpus.parts["train"][0], config, seed)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_sample_is_a_pure_function_of_seed_epoch_and_index(corpus, dataset) ->
     for place, index in ((3, 17), (1, 3), (0, 2999)):  # in another order, with numpy's global state moved
         for key, value in sample(again, 2, index).items():
             assert np.array_equal(value, together[key][place]), key
-    second = BERTDataset(corpus, corpus.parts["train"][0], dataset.config, 1234, "train", number=1)  # of a blend
+    second = BERTDataset(corpus, "train", corpus.parts["train"][0], dataset.config, 1234, number=1)  # of a blend
     for other in (sample(dataset, 3, 17), sample(make(corpus, seed=1235), 2, 17), sample(second, 2, 17)):
         assert not np.array_equal(other["labels"], sample(dataset, 2, 17)["labels"])
 

@@ -24,11 +24,12 @@ class BERTDataset:
 
     Args:
         prepared: a corpus prepared for `bert`.
+        split: `train` or `validation`, for messages.
         part: the documents to use.
         config: seq_length and the probabilities.
         seed: of the run.
-        name: name of the part in messages.
         number: index of the dataset in a blend; each dataset has its own random numbers.
+        num_samples: not used: an epoch has the same samples whatever a run takes.
 
     Raises:
         ValueError: no document has two sentences, or `seq_length` is too short for two tokens.
@@ -38,7 +39,14 @@ class BERTDataset:
     """
 
     def __init__(
-        self, prepared: PreparedCorpus, part: CorpusPart, config: DataConfig, seed: int, name: str, number: int = 0
+        self,
+        prepared: PreparedCorpus,
+        split: str,
+        part: CorpusPart,
+        config: DataConfig,
+        seed: int,
+        number: int = 0,
+        num_samples: int | None = None,
     ) -> None:
         if config.seq_length < NUM_SPECIAL_TOKENS + 2:
             raise ValueError(
@@ -58,7 +66,7 @@ class BERTDataset:
             lambda file: write_pairs(file, self.dataset, part.first, part.last, lengths),
         )
         if len(self.pairs.rows) == 0:
-            raise ValueError(f"the {name} part must have a document of at least 2 sentences, but has none")
+            raise ValueError(f"the {split} part must have a document of at least 2 sentences, but has none")
         self.order = EpochShuffle(len(self), f"order/{part.identity}/{seed}")  # in a blend
 
     def __len__(self) -> int:
@@ -147,17 +155,7 @@ class BERTDataset:
         return labels
 
 
-def make_samples(
-    prepared: PreparedCorpus,
-    split: str,
-    part: CorpusPart,
-    config: DataConfig,
-    seed: int,
-    number: int = 0,
-    num_samples: int | None = None,
-) -> BERTDataset:
-    """The samples of one dataset; an epoch has the same number whatever a run takes."""
-    return BERTDataset(prepared, part, config, seed, split, number)
+make_samples = BERTDataset  # the name by which families give their samples
 
 
 def truncate_pair(

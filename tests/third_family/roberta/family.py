@@ -11,7 +11,7 @@ def _parameters(h: int, v: int) -> list[tuple[str, int, bool]]:
 FAMILY = Family(
     model="third_family.roberta.model:RoBERTa",
     loss="third_family.roberta.loss",
-    samples="third_family.roberta.samples:make_samples",
+    samples="third_family.roberta.samples:RoBERTaDataset",
     corpus=BERT.corpus,
     is_causal=False,
     gelu="erf",

@@ -12,8 +12,3 @@ class RoBERTaDataset(BERTDataset):
         """As BERT's, without token types and order labels."""
         found = super().batch(epochs, indices)
         return {key: found[key] for key in ("tokens", "attention_mask", "labels")}
-
-
-def make_samples(prepared, split, part, config, seed, number=0, num_samples=None) -> RoBERTaDataset:
-    """The samples of one dataset."""
-    return RoBERTaDataset(prepared, part, config, seed, split, number)
