@@ -81,13 +81,17 @@ def compare_candidates(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def _chunks(plan: Plan, pairs: np.ndarray, first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs in order, in parts whose documents have at most SHINGLES_AT_ONCE shingles, with these
-    documents.
+    """Yield the pairs that may be similar in order, in parts whose documents have at most SHINGLES_AT_ONCE shingles,
+    with these documents.
+
+    The similarity of two sets is at most the ratio of their sizes.
     """
     all_documents, sizes, start = distinct(pairs.ravel()), [np.empty(0, dtype=np.int64)], 0
     for _, offsets, places in _located(plan, all_documents, first):
         sizes.append(offsets[places + 1] - offsets[places])
     sizes = np.concatenate(sizes)
+    of_pairs = sizes[np.searchsorted(all_documents, pairs)]
+    pairs = pairs[of_pairs.min(axis=1) / of_pairs.max(axis=1) >= plan.config.dedup.jaccard]
     while start < len(pairs):
         some = pairs[start : start + PAIRS_AT_ONCE]
         documents = distinct(some.ravel())

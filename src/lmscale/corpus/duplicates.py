@@ -11,7 +11,6 @@ from scipy.sparse.csgraph import connected_components, dijkstra
 from .shingles import offsets_of, starts_run
 
 BLOCK_VALUES = 2**17  # shingles that `exact_jaccard` sorts at once: they fit a core's cache unless one pair has more
-_MUCH_LARGER = 16  # size ratio above which looking up the small set in the large one is faster than sorting both
 
 
 def candidate_pairs(band: np.ndarray, largest_bucket: int = 1000) -> tuple[np.ndarray, int]:
@@ -57,25 +56,14 @@ def exact_jaccard(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) ->
     """
     sizes = np.diff(offsets)[pairs]  # [pairs, 2]
     common = np.zeros(len(pairs), dtype=np.int64)
-    is_uneven = sizes.max(axis=1, initial=0) > _MUCH_LARGER * sizes.min(axis=1, initial=np.iinfo(np.int64).max)
-    for pair in np.flatnonzero(is_uneven).tolist():
-        small, large = (values[offsets[d] : offsets[d + 1]] for d in pairs[pair, np.argsort(sizes[pair])])
-        common[pair] = _num_found(small, large)
-    even = np.flatnonzero(~is_uneven)
-    ends = np.cumsum(sizes[even].sum(axis=1))
+    ends = np.cumsum(sizes.sum(axis=1))
     start = 0
-    while start < len(even):
+    while start < len(pairs):
         before = ends[start - 1] if start else 0
         end = max(start + 1, int(np.searchsorted(ends, before + BLOCK_VALUES)))
-        common[even[start:end]] = _num_common(values, offsets, pairs[even[start:end]])
+        common[start:end] = _num_common(values, offsets, pairs[start:end])
         start = end
     return common / np.maximum(sizes.sum(axis=1) - common, 1)
-
-
-def _num_found(small: np.ndarray, large: np.ndarray) -> int:
-    """Count the values of the first set that are in the second."""
-    places = np.searchsorted(large, small)
-    return int((large[np.minimum(places, len(large) - 1)] == small).sum()) if len(large) else 0
 
 
 def _num_common(values: np.ndarray, offsets: np.ndarray, pairs: np.ndarray) -> np.ndarray:
