@@ -6,6 +6,7 @@ import pickle
 import re
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 
 import ftfy
@@ -18,13 +19,15 @@ from hypothesis import strategies as st
 from lmscale.config.data import TokenizerConfig
 from lmscale.corpus import cleaning
 from lmscale.corpus.cleaning import (
-    DropShort,
+    DropDocuments,
     EditText,
-    KeepLanguage,
     join_story_lines,
+    judge_language,
+    judge_length,
     repair_text,
     token_test,
 )
+from lmscale.corpus.language import check_language
 from lmscale.data.tokenizer import load_published_tokenizer, read_tokenizer, train_tokenizer
 
 
@@ -251,7 +254,8 @@ def test_without_a_tokenizer_words_and_punctuation_are_counted() -> None:
 
 
 def test_short_documents_are_dropped_and_counted(tokenizer_files) -> None:
-    step = pickle.loads(pickle.dumps(DropShort(4, tokenizer_files["gpt2"])))
+    judge = partial(judge_length, 4, tokenizer_files["gpt2"])
+    step = pickle.loads(pickle.dumps(DropDocuments("drop short", judge)))
     kept = list(step.run(documents(["one two three", "one two three four", "...", "a b c d e f"])))
     assert [document.id for document in kept] == ["id2", "id4"]
     assert totals(step) == {"short": 2, "kept": 2}
@@ -263,29 +267,33 @@ GERMAN = "Das Haus am See war alt und niemand wollte darin wohnen, bis eines Tag
 ENGLISH = "The house by the lake was old and nobody wanted to live in it until a woman with three dogs came."
 
 
+def keep(language: str, min_score: float, samples: Path | None = None) -> DropDocuments:
+    return DropDocuments("keep the language", partial(judge_language, language, min_score), samples)
+
+
 def test_documents_of_other_languages_are_dropped_by_reason() -> None:
-    step = KeepLanguage("en", 0.3)
+    step = keep("en", 0.3)
     kept = list(step.run(documents([ENGLISH, GERMAN, "12 + 34 = 46 !", ENGLISH])))
     assert [document.id for document in kept] == ["id1", "id4"]
     assert totals(step) == {"kept": 2, "other_language": 1, "no_letters": 1}
-    assert [d.id for d in KeepLanguage("de", 0.3).run(documents([ENGLISH, GERMAN]))] == ["id2"]
+    assert [d.id for d in keep("de", 0.3).run(documents([ENGLISH, GERMAN]))] == ["id2"]
 
 
 def test_a_language_below_the_minimum_probability_is_dropped_as_unsure() -> None:
-    step = KeepLanguage("en", 1.0)
+    step = keep("en", 1.0)
     assert list(step.run(documents([ENGLISH + " " + GERMAN[:40]]))) == []
     assert totals(step) == {"unsure": 1}
 
 
 def test_an_unknown_language_is_refused() -> None:
     with pytest.raises(ValueError, match="`language` must be a code of lid.176 .*, but is 'english'"):
-        KeepLanguage("english")
+        check_language("english")
 
 
 def test_the_first_dropped_documents_per_reason_are_saved(tmp_path) -> None:
     texts = [ENGLISH] + [f"{GERMAN} {i}" * 3 for i in range(30)] + ["123"]
     for _ in range(2):
-        list(KeepLanguage("en", 0.3, samples=tmp_path / "language").run(documents(texts), rank=3))
+        list(keep("en", 0.3, tmp_path / "language").run(documents(texts), rank=3))
     held = json.loads((tmp_path / "language" / "00003.json").read_text("utf-8"))
     assert [sample["row"] for sample in held["other_language"]] == list(range(2, 22))
     assert held["no_letters"] == [{"source": "s", "file": "f", "row": 32, "id": "id32", "text": "123"}]

@@ -7,7 +7,6 @@ documents per reason and task for inspection.
 import json
 import re
 import unicodedata
-from abc import abstractmethod
 from collections.abc import Callable, Collection
 from itertools import islice
 from pathlib import Path
@@ -20,11 +19,12 @@ from ftfy.badness import is_bad
 from ftfy.fixes import uncurl_quotes
 
 from ..data.tokenizer import read_tokenizer
-from .language import UNKNOWN, identify_language, known_languages
+from .language import UNKNOWN, identify_language
 from .plan import save_json
 
 # ftfy's defaults, as upstream used them: also straight quotes, NFC, no ligatures, and entities up to the first `<`.
 REPAIR = ftfy.TextFixerConfig(explain=False)
+Judge = Callable[[str], str | None]  # a text -> the reason to drop it; None keeps it
 NUM_SAMPLES = 20  # dropped documents saved per reason and task
 SAMPLE_CHARACTERS = 200
 
@@ -114,27 +114,25 @@ class EditText(PipelineStep):
                 self.stat_update("empty")
 
 
-class DocumentFilter(PipelineStep):
-    """A step that drops documents and counts them as `kept` or by the reason for dropping them.
+class DropDocuments(PipelineStep):
+    """Drop documents, and count them as `kept` or by the reason for dropping them.
 
     Args:
+        name: of the step.
+        make_judge: called once per task; returns the function that judges a text, such as `judge_language`.
         samples: folder for the first NUM_SAMPLES dropped documents per reason, as `<task>.json`:
             {reason: [{source, file, row, id, text}]}, with text truncated to SAMPLE_CHARACTERS. None saves none.
     """
 
     type = "FILTER"
 
-    def __init__(self, samples: Path | None = None) -> None:
+    def __init__(self, name: str, make_judge: Callable[[], Judge], samples: Path | None = None) -> None:
+        self.name, self.make_judge, self.samples = name, make_judge, samples
         super().__init__()
-        self.samples = samples
-
-    @abstractmethod
-    def judge(self) -> Callable[[str], str | None]:
-        """Return a function from a text to the reason to drop it, or None to keep it; called once per task."""
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yield the documents to keep."""
-        judge, dropped = self.judge(), {}
+        judge, dropped = self.make_judge(), {}
         for document in data:
             with self.track_time():
                 reason = judge(document.text)
@@ -150,60 +148,35 @@ class DocumentFilter(PipelineStep):
             save_json(self.samples / f"{rank:05d}.json", dropped)
 
 
-class KeepLanguage(DocumentFilter):
-    """Drop documents that are not in the given language.
+def judge_language(language: str, min_score: float) -> Judge:
+    """Return a function that keeps texts in the given language.
 
     Reasons: `other_language`; `unsure`, where the language is the most probable one but its probability is below
     `min_score`; `no_letters`.
 
     Args:
-        language: code as returned by `identify_language`.
+        language: code as returned by `identify_language`; see `check_language`.
         min_score: minimum probability of the language.
-
-    Raises:
-        ValueError: the model does not know the language.
     """
 
-    name = "keep the language"
-
-    def __init__(self, language: str = "en", min_score: float = 0.3, samples: Path | None = None) -> None:
-        super().__init__(samples)
-        if language not in known_languages():
-            raise ValueError(
-                f"`language` must be a code of lid.176 ({', '.join(sorted(known_languages()))}), but is {language!r}"
-            )
-        self.language, self.min_score = language, min_score
-
-    def judge(self) -> Callable[[str], str | None]:
-        """Return the filter's decision function; see the base class."""
-        return self._reason
-
-    def _reason(self, text: str) -> str | None:
+    def judge(text: str) -> str | None:
         found, score = identify_language(text)
-        if found == self.language:
-            return "unsure" if score < self.min_score else None
+        if found == language:
+            return "unsure" if score < min_score else None
         return "no_letters" if found == UNKNOWN else "other_language"
 
+    return judge
 
-class DropShort(DocumentFilter):
-    """Drop documents of fewer than `min_tokens` tokens, with the reason `short`.
+
+def judge_length(min_tokens: int, tokenizer_file: Path | None) -> Judge:
+    """Return a function that keeps texts of at least `min_tokens` tokens, with the reason `short`.
 
     Args:
-        min_tokens: smallest number of tokens to keep.
         tokenizer_file: a `tokenizers` JSON file. None (the tokenizer will be trained on the kept documents) counts
             words and punctuation marks (`\\w+|[^\\w\\s]`) instead, a lower bound for tokens of a small vocabulary.
     """
-
-    name = "drop short"
-
-    def __init__(self, min_tokens: int, tokenizer_file: Path | None, samples: Path | None = None) -> None:
-        super().__init__(samples)
-        self.min_tokens, self.tokenizer_file = min_tokens, tokenizer_file
-
-    def judge(self) -> Callable[[str], str | None]:
-        """Return the filter's decision function; see the base class."""
-        is_long = token_test(self.min_tokens, self.tokenizer_file)
-        return lambda text: None if is_long(text) else "short"
+    is_long = token_test(min_tokens, tokenizer_file)
+    return lambda text: None if is_long(text) else "short"
 
 
 def token_test(min_tokens: int, tokenizer_file: Path | None) -> Callable[[str], bool]:
@@ -215,7 +188,7 @@ def token_test(min_tokens: int, tokenizer_file: Path | None) -> Callable[[str], 
     tokenizer every text is tokenized.
 
     Args:
-        tokenizer_file: see DropShort.
+        tokenizer_file: see `judge_length`.
     """
     if tokenizer_file is None:
         return lambda text: _has(_PIECE, text, min_tokens)

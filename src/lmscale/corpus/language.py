@@ -53,6 +53,16 @@ def known_languages() -> frozenset[str]:
     return frozenset(label.removeprefix(_PREFIX) for label in labels)
 
 
+def check_language(language: str) -> None:
+    """Check that the model knows a language.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if language not in (known := known_languages()):
+        raise ValueError(f"`language` must be a code of lid.176 ({', '.join(sorted(known))}), but is {language!r}")
+
+
 @cache
 def _model() -> "fasttext.FastText._FastText":
     # The package's own functions import a downloader with an HTTP client and add logging, so only its file is used.

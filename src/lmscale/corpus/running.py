@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from ..data.indexed_corpus import TOKENIZER
-from .cleaning import DropShort, EditText, KeepLanguage, join_story_lines, repair_text
+from .cleaning import DropDocuments, EditText, join_story_lines, judge_language, judge_length, repair_text
 from .collecting import ScatterDocuments, check_ids, sort_shard
 from .deduplicating import compare_candidates, find_candidates, resolve_duplicates, shingle_candidates
 from .finalizing import finalize_dataset, merge_shards
+from .language import check_language
 from .plan import Plan, PlannedTask
 from .progress import StageBar
 from .reading import SourceReader
@@ -72,10 +74,13 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
     if joined:
         steps.append(EditText("join lines", join_story_lines, "joined", joined))
     if cleaning.language is not None:
-        steps.append(KeepLanguage(cleaning.language, cleaning.min_language_score, dropped / "language"))
+        check_language(cleaning.language)
+        judge = partial(judge_language, cleaning.language, cleaning.min_language_score)
+        steps.append(DropDocuments("keep the language", judge, dropped / "language"))
     if cleaning.min_tokens:
         tokenizer = plan.root / TOKENIZER if config.tokenizer.kind != "trained" else None
-        steps.append(DropShort(cleaning.min_tokens, tokenizer, dropped / "short"))
+        judge = partial(judge_length, cleaning.min_tokens, tokenizer)
+        steps.append(DropDocuments("drop short", judge, dropped / "short"))
     return [*steps, ScatterDocuments(plan)]
 
 
