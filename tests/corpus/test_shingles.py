@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmscale.corpus import shingles
-from lmscale.corpus.shingles import mix, shingle_sets, word_ngrams
+from lmscale.corpus.shingles import shingle_sets, word_ngrams
 from lmscale.data import sentences
+from lmscale.data.permutation import mix
 
 # Characters that lower-case to several (İ), depending on context (Σ) or not at all, that are letters but not word
 # characters (combining marks), that have 1 to 4 bytes, or that are lone surrogates.

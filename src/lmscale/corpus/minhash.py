@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .shingles import mix, polynomial
+from ..data.permutation import mix
+from .shingles import polynomial
 
 BLOCK_VALUES = 2**14  # shingles hashed at once: they fit a core's cache together with the rows of a band
 _SEED = 1234  # of the hash functions: hashes can be compared only if they share it

@@ -13,13 +13,13 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
+from ..data.permutation import mix
 from ..data.sentences import grouped
 
 BLOCK_CHARACTERS = 2**16  # read at once, or one word: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15
 LONG_WORD_BYTES = 64  # longer words are hashed one by one: each further 8 bytes would need a pass over all words
 _MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # base of the polynomial of an n-gram: odd, otherwise arbitrary
-_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _MASKS = np.array([2 ** (8 * k) - 1 for k in range(9)], dtype=np.uint64)  # the first k of 8 bytes
 _LONG_WORD_SEED, _NO_WORDS_SEED = 1, 2  # different, so that a text without words never collides with a word
 _ASCII_IS_WORD = bytes(chr(byte).isalnum() or chr(byte) == "_" for byte in range(128)) + bytes(128)
@@ -63,18 +63,6 @@ def word_ngrams(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     """
     words, first = _hash_words(texts)
     return _ngrams(words, first, n)
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of `values` (uint64, modified in place) so that each affects all 64; a bijection.
-
-    Source: the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    shifted = np.empty_like(values)
-    for shift, multiplier in zip((30, 27), _MIXERS, strict=True):
-        np.bitwise_xor(values, np.right_shift(values, np.uint64(shift), out=shifted), out=values)
-        np.multiply(values, multiplier, out=values)
-    return np.bitwise_xor(values, np.right_shift(values, np.uint64(31), out=shifted), out=values)
 
 
 def polynomial(columns: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,10 +7,10 @@ from typing import IO
 import numpy as np
 
 from .indexed_dataset import IndexedDataset
+from .permutation import mix
 
 LONGEST_SENTENCE = 512  # tokens; documents with a longer one are skipped, as in Megatron-LM
 _CHUNK = 1 << 16  # documents processed at once
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -104,7 +104,4 @@ def _write_header(file: IO[bytes], dtype: np.dtype, count: int) -> None:
 
 def _uniform(key: int, numbers: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) with 53 random bits: outputs number `numbers` of SplitMix64 with state `key`."""
-    mixed = numbers * _STEP + np.uint64(key)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
-    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+    return (mix(numbers * _STEP + np.uint64(key)) >> np.uint64(11)) * 2.0**-53

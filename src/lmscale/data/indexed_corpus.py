@@ -21,17 +21,10 @@ TOKENIZER = "tokenizer.json"
 _NUM_PROBES, _PROBE = 64, 1 << 16  # excerpts that represent a token file, and their size in bytes
 
 
-def check_indexed(path: str | dict[str, float], key: str, form: CorpusForm) -> None:
-    """Check that the datasets' files exist and are for the model's family, without reading them.
-
-    Raises:
-        ValueError: a file is missing, or a folder was prepared for another family.
-    """
-    _Sources(path, key, form)
-
-
 class IndexedCorpus:
     """The corpus of `data=indexed`, opened without reading whole token files; see `prepare_corpus`.
+
+    The constructor reads no token file: it only checks that they exist and are for the model's family.
 
     Raises:
         ValueError: files are missing, or a folder was prepared for another family.

@@ -14,7 +14,7 @@ from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of, load
 from ..shared_files import build_folder
 from ..text.input_files import list_files
-from .indexed_corpus import TOKENIZER, IndexedCorpus, check_indexed
+from .indexed_corpus import TOKENIZER, IndexedCorpus
 from .indexed_dataset import IndexedDataset
 from .indexed_writer import IndexedWriter, best_dtype
 from .prepared import CorpusPart, PreparedCorpus
@@ -79,12 +79,11 @@ def check_corpus(data: DataConfig, architecture: str) -> None:
     Raises:
         ValueError: a path is missing or has no file of a known suffix, or token files are for another family.
     """
+    if data.kind == "indexed":
+        IndexedCorpus(data, family_of(architecture).corpus)
     for key in ("path", "validation_path"):
-        path = getattr(data, key)
-        if path is not None and data.kind == "local":
-            list_files(Path(path), f"data.{key}")
-        elif path is not None and data.kind == "indexed":
-            check_indexed(path, key, family_of(architecture).corpus)
+        if data.kind == "local" and getattr(data, key) is not None:
+            list_files(Path(getattr(data, key)), f"data.{key}")
 
 
 class TextCorpus:
