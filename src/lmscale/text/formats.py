@@ -246,35 +246,29 @@ class _Member(tarfile.TarInfo):
 
 def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
     import pyarrow as pa  # takes half a second to import
-
-    try:
-        yield from _arrow_rows(raw, text_field, decode)
-    except pa.ArrowException as error:
-        raise OSError(str(error)) from None
-
-
-def _arrow_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's whole column is read
-    names = file.schema_arrow.names
-    if text_field not in names:
-        raise UnreadableError(f"`text_field` must be one of its columns ({', '.join(names)}), but is {text_field}")
-    kind = file.schema_arrow.field(text_field).type
-    value = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
-        raise UnreadableError(f"column {text_field} must hold text, but holds {kind}")
-    columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
-    number = 0
-    groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
-    row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-    rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(row_bytes, 1)))
-    for batch in file.iter_batches(rows, columns=columns):
-        # Read as bytes: a text column may not be UTF-8.
-        texts = batch[text_field].cast(value).cast(pa.large_binary()).to_pylist()
-        ids = batch["id"].to_pylist() if len(columns) == 2 else [None] * len(texts)
-        for text, name in zip(texts, ids, strict=True):
-            number += 1
-            decoded = None if text is None else decode(text, number)
-            yield row_of({"id": name, text_field: decoded}, number, text_field)
+    try:
+        file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's whole column is read
+        names = file.schema_arrow.names
+        if text_field not in names:
+            raise UnreadableError(f"`text_field` must be one of its columns ({', '.join(names)}), but is {text_field}")
+        kind = file.schema_arrow.field(text_field).type
+        value = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
+            raise UnreadableError(f"column {text_field} must hold text, but holds {kind}")
+        columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
+        number = 0
+        groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(row_bytes, 1)))
+        for batch in file.iter_batches(rows, columns=columns):
+            # Read as bytes: a text column may not be UTF-8.
+            texts = batch[text_field].cast(value).cast(pa.large_binary()).to_pylist()
+            ids = batch["id"].to_pylist() if len(columns) == 2 else [None] * len(texts)
+            for text, name in zip(texts, ids, strict=True):
+                number += 1
+                decoded = None if text is None else decode(text, number)
+                yield row_of({"id": name, text_field: decoded}, number, text_field)
+    except pa.ArrowException as error:
+        raise OSError(str(error)) from None
