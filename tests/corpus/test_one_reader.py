@@ -21,7 +21,7 @@ from lmscale.text.whole_file import read_text_file
 
 def local(path: Path, **more: object) -> list[str]:
     """Documents of `data=local`."""
-    return open_corpus(DataConfig("local", 8, path=str(path), **more)).read().texts
+    return open_corpus(DataConfig("local", 8, path=str(path), **more)).read()[0]
 
 
 def prepared(path: Path, **more: object) -> list[str]:
@@ -144,7 +144,7 @@ SKIPPED = (
 def test_hidden_files_and_folders_are_left_out_and_counted(folder) -> None:
     hide(folder)
     corpus = open_corpus(DataConfig("local", 8, path=str(folder)))
-    assert corpus.read().texts == prepared(folder) == ["one", "two"]
+    assert corpus.read()[0] == prepared(folder) == ["one", "two"]
     assert corpus.skipped == f"data.path: {SKIPPED}"
     assert list_skipped({"books": source(folder)}) == [f"sources.books.path: {SKIPPED}"]
 
@@ -164,7 +164,7 @@ def test_hidden_members_are_counted(folder) -> None:
     documents, entries = read(folder)
     assert [document.text for document in documents] == ["one"]
     assert entries[0]["problems"] == {"hidden_members": {"count": 2, "first_row": 2}}
-    notes = open_corpus(DataConfig("local", 8, path=str(folder))).read().notes
+    _, notes = open_corpus(DataConfig("local", 8, path=str(folder))).read()
     assert notes["problems"] == {"hidden_members": 2}
 
 

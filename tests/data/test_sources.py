@@ -20,7 +20,7 @@ def test_the_fingerprint_depends_on_the_suffix(tmp_path) -> None:
         (tmp_path / name).write_bytes(body)
         corpora[name] = open_corpus(local_config(tmp_path / name, tmp_path))
     assert len({corpus.fingerprint for corpus in corpora.values()}) == len(corpora)
-    assert corpora["a.jsonl"].read().texts == ["one two", "three four"]
+    assert corpora["a.jsonl"].read()[0] == ["one two", "three four"]
 
 
 def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
@@ -28,10 +28,10 @@ def test_a_folder_is_read_in_order_with_the_hash_of_each_file(tmp_path) -> None:
     (tmp_path / "b" / "same.txt").write_text("second")
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "third"}'))
     (tmp_path / "c.rst").write_text("not read")
-    documents = open_corpus(local_config(tmp_path, tmp_path)).read()
-    assert documents.texts == ["second", "third"]  # not the files of a folder before those of folders in it
-    assert list(documents.notes["files"]) == ["b/same.txt", "c.jsonl.gz"]
-    assert documents.notes["files"]["b/same.txt"].startswith("16367aacb67a4a01")  # sha256 of "second"
+    texts, notes = open_corpus(local_config(tmp_path, tmp_path)).read()
+    assert texts == ["second", "third"]  # not the files of a folder before those of folders in it
+    assert list(notes["files"]) == ["b/same.txt", "c.jsonl.gz"]
+    assert notes["files"]["b/same.txt"].startswith("16367aacb67a4a01")  # sha256 of "second"
 
 
 def test_a_column_of_numbers_raises(tmp_path) -> None:

@@ -53,7 +53,7 @@ def _read_items(key: str, config: EvaluationSetConfig) -> list[str]:
 def _read_hub(key: str, config: EvaluationSetConfig) -> list[str]:
     place = {"name": config.name, "subset": config.subset, "split": config.split, "text_field": config.text_field}
     try:
-        return open_corpus(DataConfig("huggingface", 1, **place)).read().texts
+        return open_corpus(DataConfig("huggingface", 1, **place)).read()[0]
     except ValueError as error:
         hint = f"; {key}.path takes a local file, evaluation=none keeps test sets in the corpus"
         raise ValueError(str(error).replace("`data.", f"`{key}.") + hint) from None

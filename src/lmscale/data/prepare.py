@@ -149,7 +149,7 @@ class TextCorpus:
         Raises:
             ValueError: there is only one document.
         """
-        texts = {split: held.texts for split, held in self.documents.items()}
+        texts = {split: held for split, (held, _) in self.documents.items()}
         if "validation" in texts:
             return texts
         whole = texts["train"]
@@ -187,7 +187,7 @@ class TextCorpus:
                 "architecture": self.form.name,
                 "tokenizer": tokenizer.fingerprint,
                 "vocab_size": tokenizer.vocab_size,
-                "sources": {split: held.notes for split, held in self.documents.items()},
+                "sources": {split: notes for split, (_, notes) in self.documents.items()},
                 "versions": {
                     "python": platform.python_version(),
                     "tokenizers": tokenizers.__version__,

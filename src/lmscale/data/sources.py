@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.data import DataConfig
@@ -15,6 +15,7 @@ from ..text.input_files import InputFiles, format_of, list_files, packing_of
 from .embedded import embedded_documents, embedded_fingerprint
 
 HUB_TIMEOUT_S = 10.0
+Documents = tuple[list[str], dict]
 
 
 @dataclass(frozen=True)
@@ -23,26 +24,14 @@ class Corpus:
 
     Args:
         fingerprint: sha256 of the content (local, embedded) or the dataset's own fingerprint (Hugging Face).
-        read: returns the documents; called only if the tokens are not in the cache.
+        read: returns the non-blank documents in order, and facts for the manifest (files, problems by kind as in
+            `FileReport`, missing modules); called only if the tokens are not in the cache.
         skipped: what is not read of a folder, one line; empty if nothing.
     """
 
     fingerprint: str
-    read: Callable[[], "Documents"]
+    read: Callable[[], Documents]
     skipped: str = ""
-
-
-@dataclass
-class Documents:
-    """Documents of a corpus.
-
-    Args:
-        texts: non-blank documents in order.
-        notes: facts for the manifest: files, problems by kind (see `FileReport`), missing modules.
-    """
-
-    texts: list[str]
-    notes: dict = field(default_factory=dict)
 
 
 def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
@@ -73,7 +62,7 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
 
 def _read_embedded() -> Documents:
     texts, missing = embedded_documents()
-    return Documents(texts, {"missing_modules": missing})
+    return texts, {"missing_modules": missing}
 
 
 def _sha256(file: Path) -> str:
@@ -93,7 +82,7 @@ def _read_files(files: InputFiles, hashes: dict[str, str], config: DataConfig, k
         problems.update({kind: number for kind, (number, _) in report.problems.items()})
     if not texts:
         raise ValueError(f"`data.{key}` must hold at least one document, but {getattr(config, key)} has no text")
-    return Documents(texts, {"files": hashes, "problems": dict(problems)})
+    return texts, {"files": hashes, "problems": dict(problems)}
 
 
 def _open_dataset(config: DataConfig) -> Corpus:
@@ -124,7 +113,7 @@ def _open_dataset(config: DataConfig) -> Corpus:
         if not texts:
             raise ValueError(f"`data.name` must hold at least one document, but {config.name!r} has no text")
         problems = {kind: number for kind, (number, _) in report.problems.items()}
-        return Documents(texts, {"dataset": config.name, "rows": len(dataset), "problems": problems})
+        return texts, {"dataset": config.name, "rows": len(dataset), "problems": problems}
 
     return Corpus(f"{config.name}-{config.subset}-{config.split}-{dataset._fingerprint}", read)
 
