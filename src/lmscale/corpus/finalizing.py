@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +160,7 @@ def _inputs(plan: Plan) -> list[dict]:
     found: list[dict] = []
     for file in sorted(plan.path("inputs").glob("[0-9]*.json")):
         found += json.loads(file.read_text(encoding="utf-8"))
-    return sorted(found, key=lambda held: (held["source"], held["file"]))
+    return sorted(found, key=itemgetter("source", "file"))
 
 
 def _write_reports(plan: Plan, folder: Path) -> dict:
@@ -189,10 +190,8 @@ def _dropped(plan: Plan) -> dict[str, list[dict]]:
     for file in sorted(plan.path("dropped").rglob("[0-9]*.json")):
         for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
             found.setdefault(reason, []).extend(examples)
-    by_place = {
-        reason: sorted(held, key=lambda d: (d["source"], d["file"], d["row"])) for reason, held in found.items()
-    }
-    return {reason: held[:NUM_SAMPLES] for reason, held in sorted(by_place.items())}
+    place = itemgetter("source", "file", "row")
+    return {reason: sorted(held, key=place)[:NUM_SAMPLES] for reason, held in sorted(found.items())}
 
 
 def _leakage(plan: Plan, contaminated: pa.Table) -> dict:

@@ -45,7 +45,8 @@ def list_inputs(sources: dict[str, SourceConfig]) -> list[InputFile]:
         if config.kind == "huggingface":
             found += _list_parts(source, config)
         else:
-            found += _list_files(source, Path(config.path))
+            files = list_files(Path(config.path), f"sources.{source}.path")
+            found += [_describe(source, path, files.root) for path in files.paths]
     if not any(file.num_bytes for file in found):
         raise ValueError(
             f"`sources` must hold text, but all {len(found)} files are empty, the first is {found[0].path}"
@@ -60,15 +61,10 @@ def list_skipped(sources: dict[str, SourceConfig]) -> list[str]:
     return [f"{key}: {skipped}" for key, skipped in found.items() if skipped]
 
 
-def _list_files(source: str, path: Path) -> list[InputFile]:
-    files = list_files(path, f"sources.{source}.path")
-    return [_describe(source, p, p.relative_to(files.root).as_posix()) for p in files.paths]
-
-
-def _describe(source: str, path: Path, name: str) -> InputFile:
+def _describe(source: str, path: Path, root: Path) -> InputFile:
     stat = path.stat()
     # A file name may hold arbitrary bytes, but ids and reports are text.
-    name = os.fsencode(name).decode("utf-8", "replace")
+    name = os.fsencode(path.relative_to(root).as_posix()).decode("utf-8", "replace")
     return InputFile(source, name, stat.st_size, stat.st_mtime_ns, str(path.absolute()))
 
 

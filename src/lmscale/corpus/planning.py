@@ -43,16 +43,17 @@ def make_plan(config: PrepareConfig) -> Plan:
     tokenizer = None if trains else load_published_tokenizer(config.tokenizer, config.architecture)
     items = read_evaluation_sets(config.evaluation_sets)
     facts = _facts(config, inputs, tokenizer, items)
-    _check_output(output, root, facts)
+    saved = root / "plan.json"
+    before = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    _check_output(output, before.get("facts"), facts)
     check_number(inputs, config.sources)
     size = sum(file.num_bytes for file in inputs)
     num_shards = max(1, -(-size // (config.shard_mb * 10**6)))
-    kept = _kept(root, "num_shards")
-    if kept not in (None, num_shards):
+    if before and before["num_shards"] != num_shards:
         raise ValueError(
             f"`shard_mb` is fixed for a started preparation, but {config.shard_mb} gives {num_shards} shards and "
-            f"{output} was started with {kept}; if memory is short, raise `launcher.memory_gb` or lower "
-            "`launcher.workers`"
+            f"{output} was started with {before['num_shards']}; if memory is short, raise `launcher.memory_gb` or "
+            "lower `launcher.workers`"
         )
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -82,16 +83,10 @@ def _facts(
     return json.loads(json.dumps(facts))
 
 
-def _kept(root: Path, name: str) -> int | None:
-    path = root / "plan.json"
-    return json.loads(path.read_text(encoding="utf-8"))[name] if path.is_file() else None
-
-
-def _check_output(output: Path, root: Path, facts: dict) -> None:
-    """Raise an error if the output is finished or was started with a different configuration."""
+def _check_output(output: Path, before: dict | None, facts: dict) -> None:
+    """Raise an error if the output is finished or was started with a different configuration, as `before` says."""
     if (output / MANIFEST).exists():
         raise ValueError(f"`output` must be a folder without a finished dataset, but {output} has one (manifest.json)")
-    before = _kept(root, "facts")
     if before is None:
         if output.exists() and (not output.is_dir() or any(path.name != ".work" for path in output.iterdir())):
             raise ValueError(f"`output` must be a new or empty folder, but {output} is not")
