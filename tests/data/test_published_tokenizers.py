@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_published_tokenizer
+from lmscale.data.tokenizer import published as published_files
 
 NUM_TEXTS, FEWER_TEXTS = 4000, 200
 WORDS = ("The", "the", "Café", "cafe", "NewWord", "newword", "中文", "don't", "İstanbul", "ΑΣ", "Åse", "한국어", "x y")
@@ -337,3 +338,13 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_refused_at_once(hub_cache, mon
         f"`tokenizer.name` must be in the cache of the Hugging Face hub where {reason}, but 'openai-community/gpt2' is "
         "not; tokenizer.path takes local files"
     )
+
+
+def test_an_error_of_the_hub_without_a_message_is_named_by_its_type(hub_cache, monkeypatch) -> None:
+    def snapshot_download(name: str, local_files_only: bool = False, **more: object) -> str:
+        raise ValueError if local_files_only else RuntimeError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(published_files, "can_reach_hub", lambda: True)
+    with pytest.raises(ValueError, match="or in its cache, but 'openai-community/gpt2': RuntimeError; tokenizer.path"):
+        load_published_tokenizer(TokenizerConfig("gpt2"))

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ...config.data import TokenizerConfig
 from ...config.family import corpus_forms
+from ...text.documents import reason_of
 from ..sources import can_reach_hub
 from .settings import ADDED, CONFIG, SPECIAL, Settings
 from .vocabulary import read_merges, read_vocabulary, read_whole
@@ -91,9 +92,8 @@ def _hub_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[WHOLE, CONFIG, SPECIAL, ADDED, *_VOCABULARIES]))
     except Exception as error:  # the hub client raises many types: no such name, a connection that breaks
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"`tokenizer.name` must be on the Hugging Face hub or in its cache, but {name!r}: {reason}; "
+            f"`tokenizer.name` must be on the Hugging Face hub or in its cache, but {name!r}: {reason_of(error)}; "
             "tokenizer.path takes local files"
         ) from None
 
