@@ -156,8 +156,7 @@ def read_indexed(folder: Path) -> None:
     indexed_dataset._VALIDATED.clear()
     for name in ("a", "b"):
         dataset = IndexedDataset(folder / name)
-        for number in range(len(dataset)):
-            dataset.sequence(number)
+        dataset.tokens.sum()
         starts = dataset.document_starts(np.arange(dataset.num_documents))
         dataset.read_ranges(starts, dataset.document_sizes(0, dataset.num_documents).astype(np.int64), 100)
 

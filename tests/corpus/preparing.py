@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -67,4 +68,5 @@ def read_documents(output: Path, name: str = "local", split: str = "train") -> l
     """The texts of a GPT dataset, decoded, without end-of-text."""
     tokenizer = read_tokenizer(output / "tokenizer.json")
     dataset = IndexedDataset(output / f"{name}_{split}_text_document")
-    return [tokenizer.decode(np.asarray(dataset.sequence(i))[:-1]) for i in range(len(dataset))]
+    bounds = dataset.document_starts(np.arange(len(dataset) + 1)).tolist()
+    return [tokenizer.decode(dataset.tokens[start : end - 1]) for start, end in pairwise(bounds)]

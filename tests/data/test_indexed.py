@@ -47,9 +47,9 @@ def files(prefix: Path) -> tuple[bytes, bytes]:
 def content(prefix: Path) -> list[list[list[int]]]:
     """A dataset's documents, read through every attribute."""
     dataset = IndexedDataset(prefix)
-    borders = dataset.document_indices.tolist()
+    borders, starts = dataset.document_indices.tolist(), dataset.pointers // dataset.dtype.itemsize
     return [
-        [dataset.sequence(i).tolist() for i in range(first, last)]
+        [dataset.tokens[starts[i] : starts[i] + dataset.sizes[i]].tolist() for i in range(first, last)]
         for first, last in zip(borders[:-1], borders[1:], strict=True)
     ]
 

@@ -41,8 +41,9 @@ def test_gpt_tokens_are_documents_followed_by_end_of_text(tmp_path) -> None:
     tokenizer, dataset = prepared.load_tokenizer(), first_dataset(prepared)
     kept = [text for i, text in enumerate(TEXTS) if i % 5 != 4]
     assert len(dataset) == dataset.num_documents == len(kept)
-    for number, text in enumerate(kept):
-        ids = dataset.sequence(number).tolist()
+    bounds = dataset.document_starts(np.arange(len(kept) + 1)).tolist()
+    for text, start, end in zip(kept, bounds[:-1], bounds[1:], strict=True):
+        ids = dataset.tokens[start:end].tolist()
         assert ids[-1] == tokenizer.id_of(END_OF_TEXT)
         assert tokenizer.decode(ids[:-1]) == text
     assert prepared.manifest["train"]["documents"] == 36 and prepared.manifest["validation"]["documents"] == 9

@@ -45,11 +45,11 @@ class IndexedDataset:
         self.prefix = str(prefix)
         code, num_sequences, num_indices = self._read_header()
         self.dtype = np.dtype(DTYPES[code])
-        start = HEADER.size
-        self.sizes = self._map("<i4", start, num_sequences)
-        self.pointers = self._map("<i8", start + 4 * num_sequences, num_sequences)
-        self.document_indices = self._map("<i8", start + 12 * num_sequences, num_indices)
-        status = os.stat(f"{self.prefix}.idx")
+        index, start = f"{self.prefix}.idx", HEADER.size
+        self.sizes = _mapped(index, "<i4", start, num_sequences)
+        self.pointers = _mapped(index, "<i8", start + 4 * num_sequences, num_sequences)
+        self.document_indices = _mapped(index, "<i8", start + 12 * num_sequences, num_indices)
+        status = os.stat(index)
         key = os.path.abspath(self.prefix), status.st_size, status.st_mtime_ns, status.st_ino, self._num_bytes
         if key in _VALIDATED:
             self._is_sequence_a_document = _VALIDATED[key]
@@ -80,11 +80,6 @@ class IndexedDataset:
     def tokens(self) -> np.ndarray:
         """All tokens, memory-mapped."""
         return _mapped(f"{self.prefix}.bin", self.dtype, 0, self.num_tokens)
-
-    def sequence(self, index: int) -> np.ndarray:
-        """Return the ids of one sequence, a view of the file."""
-        start = int(self.pointers[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.sizes[index])]
 
     def sequence_starts(self, sequences: np.ndarray) -> np.ndarray:
         """Return the token at which each of these sequences begins, int64 of that shape; sequence n is the end."""
@@ -160,9 +155,6 @@ class IndexedDataset:
             )
         return code, num_sequences, num_indices
 
-    def _map(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        return _mapped(f"{self.prefix}.idx", np.dtype(dtype), offset, count)
-
     def _check_sequences(self) -> None:
         """Check that sizes are not negative, pointers are their running sum, and tokens fill the whole `.bin`."""
         end = 0
@@ -215,7 +207,7 @@ def concatenate_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return np.repeat(starts - ends + lengths, lengths) + np.arange(total)
 
 
-def _mapped(path: str, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
+def _mapped(path: str, dtype: np.dtype | str, offset: int, count: int) -> np.ndarray:
     """Map part of a file as a read-only array; an empty array cannot be mapped."""
     if count == 0:
         return np.empty(0, dtype=dtype)
