@@ -141,8 +141,8 @@ def read_checkpoint(folder: Path) -> None:
     with CheckpointReader(path) as reader:
         for key, entry in reader.metadata.tensors.items():
             reader.read(key)
-            if entry.shape:
-                reader.read_rows(key, 0, entry.shape[0])
+            if entry.shape and entry.shard_dim in (None, 0):
+                reader.read(key, 0, entry.shape[0])
         find_damage(path, reader.metadata)
     open_source(path)
 

@@ -228,6 +228,6 @@ def test_a_weight_beyond_fp16_is_refused(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(hf_conversion, "_read_theirs", larger)
     source, _ = save_random(tmp_path / "source", family_config(GPT))
-    with pytest.raises(CheckpointError, match="layer 0 differs by (nan|inf)"):
+    with pytest.raises(CheckpointError, match="layer 0 with .* differs by (nan|inf)"):
         export_hugging_face(source, tmp_path / "target", torch.float16)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]

@@ -44,6 +44,8 @@ _SIZES = (
     "num_attention_heads",
 )
 
+_VARIED = ("num_layers", "vocab_size", "max_position_embeddings")  # in which a model for comparison differs
+
 
 def read_hf_config(path: str | Path) -> dict[str, Any]:
     """The values of a `config.json`.
@@ -174,18 +176,13 @@ def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int
     return kind(**values, **token_ids, architectures=[model.model_class], dtype=dtype)
 
 
-def small_hf_model(values: dict[str, Any], model: HuggingFaceModel, vocab_size: int) -> Any:
-    """transformers' model of a `config.json` with one layer and few words, on the meta device: a place for weights."""
+def small_hf_model(values: dict[str, Any], model: HuggingFaceModel, sizes: TransformerConfig) -> Any:
+    """transformers' model of a `config.json` with other numbers of layers, words and positions, on the meta device."""
     import torch
     import transformers
 
-    small = {
-        model.their_key("num_layers"): 1,
-        "vocab_size": vocab_size,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
+    small = {model.their_key(field): getattr(sizes, field) for field in _VARIED}
+    small |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use_cache": False}
     published = with_defaults({**values, **small})
     published._attn_implementation = "eager"
     with torch.device("meta"):

@@ -78,9 +78,9 @@ class _FoldedReader(CheckpointReader):
         super().__init__(path)
         self.config, self.fold = config, model_of(config).fold
 
-    def read(self, key: str) -> Tensor:
-        """Read a full logical tensor; what is read by rows has no multiplier."""
-        return self.fold(key.removeprefix("model/"), super().read(key), self.config)
+    def read(self, key: str, *rows: int) -> Tensor:
+        """Read a logical tensor; what is read by rows has no multiplier."""
+        return self.fold(key.removeprefix("model/"), super().read(key, *rows), self.config)
 
 
 def _read_theirs(
@@ -146,7 +146,7 @@ def import_hugging_face(
             heads = _draw_heads(config, fresh, seed) if fresh else {}
             written = write_offline(folder, metadata, tp_size, _read_ours(reader, rows, entries, heads, config))
             with CheckpointReader(written) as ours:
-                compare_models(ours, reader, config)
+                compare_models(ours, reader, config, drawn=fresh)
             if files is not None:
                 files.copy_to(folder / TOKENIZER_FOLDER)
     return Path(target) / written.name

@@ -31,11 +31,14 @@ class CheckpointReader:
         self.metadata: CheckpointMetadata = read_metadata(path)
         self._files: dict[str, TensorFileReader] = {}
 
-    def read(self, key: str) -> Tensor:
-        """Read a full logical tensor."""
+    def read(self, key: str, *rows: int) -> Tensor:
+        """Read a full logical tensor, or rows [first, last) of one that is not cut, or cut by rows."""
         entry = self._entry(key)
-        out = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        self.read_into(key, out)
+        assert not rows or entry.shard_dim in (None, 0)
+        first, last = rows or (0, None)
+        shape = (last - first, *entry.shape[1:]) if rows else entry.shape
+        out = torch.empty(shape, dtype=entry.dtype, device="cpu")
+        self._fill(key, entry, out, first)
         return out
 
     def read_into(self, key: str, out: Tensor, tp_rank: int = 0) -> None:
@@ -57,29 +60,19 @@ class CheckpointReader:
         first = 0 if dim is None else tp_rank * length
         if padding:
             out.zero_()  # what is read replaces the rest
-        for piece in entry.pieces:
-            low, high = max(piece.start, first), min(piece.stop, first + length)
-            if low < high:
-                target = out if dim is None else out.narrow(dim, low - first, high - low)
-                self._read_part(key, entry, piece, target, low - piece.start)
+        self._fill(key, entry, out, first)
 
-    def read_rows(self, key: str, first: int, last: int) -> Tensor:
-        """Read rows [first, last) of a logical tensor with any shard dimension."""
-        entry = self._entry(key)
-        out = torch.empty((last - first, *entry.shape[1:]), dtype=entry.dtype, device="cpu")
+    def _fill(self, key: str, entry: TensorEntry, out: Tensor, first: int) -> None:
+        """Fill `out` from index `first` along the shard dimension on; of a tensor that is not cut, from that row on."""
+        dim = entry.shard_dim
+        if dim is None:
+            self._read_part(key, entry, entry.pieces[0], out, first)
+            return
         for piece in entry.pieces:
-            if entry.shard_dim in (None, 0):
-                start, stop = (0, entry.shape[0]) if entry.shard_dim is None else (piece.start, piece.stop)
-                low, high = max(start, first), min(stop, last)
-                if low < high:
-                    self._file(piece.file).read_into(key, out[low - first : high - first], low - start)
-            else:
-                shape = list(out.shape)
-                shape[entry.shard_dim] = piece.stop - piece.start
-                part = torch.empty(shape, dtype=entry.dtype, device="cpu")
-                self._file(piece.file).read_into(key, part, first)
-                out.narrow(entry.shard_dim, piece.start, piece.stop - piece.start).copy_(part)
-        return out
+            low, high = max(piece.start, first), min(piece.stop, first + out.shape[dim])
+            if low < high:
+                target = out.narrow(dim, low - first, high - low)
+                self._read_part(key, entry, piece, target, low - piece.start)
 
     def _read_part(self, key: str, entry: TensorEntry, piece: Piece, target: Tensor, offset: int) -> None:
         """Read a piece from index `offset` along the shard dimension into `target`."""

@@ -76,8 +76,8 @@ def _read_all(reader: CheckpointReader, changed: CheckpointMetadata, vocab_size:
             yield key, reader.read(key)
             continue
         rows = reader.metadata.tensors[key].shape[0]
-        if reader.read_rows(key, vocab_size, rows).any():
+        if reader.read(key, vocab_size, rows).any():
             raise CheckpointError(f"{key}: the rows of the padded vocabulary must be zero, but are not")
         tensor = torch.zeros(entry.shape, dtype=entry.dtype)
-        tensor[:vocab_size] = reader.read_rows(key, 0, vocab_size)
+        tensor[:vocab_size] = reader.read(key, 0, vocab_size)
         yield key, tensor

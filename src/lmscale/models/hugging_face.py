@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import TransformerConfig
 from ..config.family import BUILT_IN, family_of, load
@@ -69,23 +69,6 @@ def pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class ComparedHead:
-    """A head that both models may have, compared separately.
-
-    Args:
-        part: its name in messages.
-        ours, theirs: prefixes of its parameters.
-        run_ours, run_theirs: of (model, hidden states [1, s, h]).
-    """
-
-    part: str
-    ours: str
-    theirs: str
-    run_ours: Callable[[nn.Module, Tensor], Tensor]
-    run_theirs: Callable[[nn.Module, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
 class HuggingFaceModel:
     """A model of transformers and its tensors.
 
@@ -96,19 +79,12 @@ class HuggingFaceModel:
         prefix: of the tensors that the plain model (without heads) has too, and saves without it.
         layers: their name of the list of layers; ours is `transformer.layers`.
         outer, layer: rows outside the layers, and of each layer below its index.
-        aliases: tensors that must equal another one if a file has both.
+        aliases: tensors that must equal another one if a file has both; all have a row per token id.
         ignored: constant buffers in files of older versions.
         new_heads: our prefixes that the file of a plain model lacks and that can be initialized for training.
         token_ids: function of the tokenizer's ids (None without one) and our config: the ids in its configuration.
-        words: prefix of their word embedding, with one row per token id.
-        embeddings: prefixes of their other embeddings.
-        embed: function of (model, tokens, token types or None, positions): their embeddings.
-        final_norm: their LayerNorm after the layers, or None.
+        positions: their position embedding.
         readouts: our prefixes of what takes the output factor of a parametrization in its place.
-        masks_layers: their layers are given the causal mask.
-        heads: outputs compared besides the logits.
-        head, head_by_row: prefixes of the output projection: whole tensors, and those with one row per token id.
-        score: function of (model, hidden states): their logits.
     """
 
     model_type: str
@@ -123,16 +99,8 @@ class HuggingFaceModel:
     aliases: dict[str, str]
     ignored: re.Pattern
     token_ids: Callable[[dict[str, int] | None, TransformerConfig], dict[str, int | None]]
-    words: str
-    embeddings: tuple[str, ...]
-    embed: Callable[[nn.Module, Tensor, Tensor | None, Tensor], Tensor]
-    final_norm: str | None
-    head: tuple[str, ...]
-    head_by_row: str
-    score: Callable[[nn.Module, Tensor], Tensor]
+    positions: str
     readouts: tuple[str, ...]
-    masks_layers: bool = False
-    heads: tuple[ComparedHead, ...] = ()
     new_heads: tuple[str, ...] = ()
 
     def rows(self, config: TransformerConfig) -> list[Row]:

@@ -1,10 +1,10 @@
-"""BERT and Megatron-BERT of transformers: names, configuration, tokenizer, and functions that run their parts."""
+"""BERT and Megatron-BERT of transformers: names, configuration and tokenizer."""
 
 import re
 from functools import partial
 
 from ...config import TransformerConfig
-from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, ComparedHead, HuggingFaceModel, Row, pair
+from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, HuggingFaceModel, Row, pair
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -44,22 +44,6 @@ _ALIASES = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 _IGNORED = re.compile(r"bert\.embeddings\.(position_ids|token_type_ids)")  # 0, 1, 2, ... and zeros
-_HEADS = (
-    ComparedHead(
-        "the pooler",
-        "pooler",
-        "bert.pooler",
-        lambda model, x: model.pooler(x[:, 0]).tanh(),
-        lambda model, x: model.bert.pooler(x),
-    ),
-    ComparedHead(  # on any vector of that size
-        "the sentence-order head",
-        "order_head",
-        "cls.seq_relationship",
-        lambda model, x: model.order_head(x[:, 0]),
-        lambda model, x: model.cls.seq_relationship(x[:, 0]),
-    ),
-)
 
 
 def _token_ids(ids: dict[str, int] | None, config: TransformerConfig) -> dict[str, int | None]:
@@ -76,13 +60,7 @@ _model = partial(
     ignored=_IGNORED,
     new_heads=("pooler.", "lm_head.", "order_head."),
     token_ids=_token_ids,
-    words="bert.embeddings.word_embeddings",
-    embeddings=("bert.embeddings.position", "bert.embeddings.token_type", "bert.embeddings.LayerNorm"),
-    embed=lambda model, tokens, types, positions: model.bert.embeddings(tokens, types, positions),
-    heads=_HEADS,
-    head=("cls.predictions.transform",),
-    head_by_row="cls.predictions.decoder",
-    score=lambda model, hidden: model.cls.predictions(hidden),
+    positions="bert.embeddings.position_embeddings.weight",
     readouts=("lm_head.norm.", "order_head.weight"),
 )
 POST_NORM = _model(
@@ -96,7 +74,6 @@ POST_NORM = _model(
         *pair("attention.output.LayerNorm", "attention_norm"),
         *pair("output.LayerNorm", "mlp_norm"),
     ),
-    final_norm=None,
 )
 PRE_NORM = _model(
     model_type="megatron-bert",
@@ -105,6 +82,5 @@ PRE_NORM = _model(
     settings={"family": "bert", "norm_order": "pre"},
     outer=(*_OUTER, *pair("bert.encoder.ln", "transformer.final_norm")),
     layer=(*_LAYER, *pair("attention.ln", "attention_norm"), *pair("ln", "mlp_norm")),
-    final_norm="bert.encoder.ln",
 )
 MODELS = (POST_NORM, PRE_NORM)

@@ -1,4 +1,4 @@
-"""GPT-2 of transformers: names, configuration, tokenizer, and functions that run its parts."""
+"""GPT-2 of transformers: names, configuration and tokenizer."""
 
 import re
 
@@ -55,14 +55,7 @@ GPT2 = HuggingFaceModel(
     aliases={"lm_head.weight": "transformer.wte.weight"},
     ignored=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask and its -1e4
     token_ids=_token_ids,
-    words="transformer.wte",
-    embeddings=("transformer.wpe",),
-    embed=lambda model, tokens, types, positions: model.transformer.wte(tokens) + model.transformer.wpe(positions),
-    final_norm="transformer.ln_f",
-    head=(),
-    head_by_row="lm_head",
-    score=lambda model, hidden: model.lm_head(hidden),
+    positions="transformer.wpe.weight",
     readouts=("transformer.final_norm.",),
-    masks_layers=True,  # GPT-2's model makes the causal mask, not its layers
 )
 MODELS = (GPT2,)
