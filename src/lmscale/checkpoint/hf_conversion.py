@@ -21,6 +21,7 @@ from .model_card import CARD, model_card
 from .model_tensors import Shape, list_names, model_shapes, open_source
 from .offline import write_offline
 from .read import CheckpointReader
+from .tensor_file import num_bytes
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 
@@ -58,7 +59,7 @@ def export_hugging_face(
     for row in rows:
         on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
         shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
-    check_target(target, sum(torch.Size(shape).numel() * dtype.itemsize for shape, _ in shapes.values()))
+    check_target(target, sum(num_bytes(*entry) for entry in shapes.values()))
     with _FoldedReader(path, own_config) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
         published.save_pretrained(folder)

@@ -4,8 +4,8 @@ import json
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from torch import Tensor
 from .errors import CheckpointError
 from .hf_config import hf_model, read_hf_config, type_of_tensors
 from .metadata import PUBLISHED_WEIGHTS
-from .tensor_file import TensorFileReader, TensorFileWriter
+from .tensor_file import TensorFileReader, TensorFileWriter, num_bytes
 
 _CHUNK_ROWS = 4096  # compared at a time
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(safetensors|bin)")
 
 
-class PickleFile:
+class PickleFile(ExitStack):
     """A `pytorch_model.bin`, read only by torch's restricted unpickler, with `TensorFileReader`'s methods.
 
     It is mapped, unless it has the format before torch 1.6: such a file is in memory as a whole.
@@ -29,34 +29,33 @@ class PickleFile:
     """
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         try:
-            self.tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            self.entries = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:  # a hostile pickle can provoke errors of any kind
             reason = str(error).split("\n")[0].split(". ")[0][:160]
             raise CheckpointError(f"{path.name} is not read: {type(error).__name__}: {reason}") from None
-        if not isinstance(self.tensors, dict) or not all(isinstance(t, Tensor) for t in self.tensors.values()):
+        if not isinstance(self.entries, dict) or not all(isinstance(t, Tensor) for t in self.entries.values()):
             raise CheckpointError(f"{path.name} is not read: it is no dict of tensors")
-        self.entries = self.tensors
+        self.callback(self.entries.clear)  # lets go of the mapped file
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        return tuple(self.tensors[name].shape)
+        return tuple(self.entries[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
-        return self.tensors[name].dtype
+        return self.entries[name].dtype
 
     def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
         """Fill `out` from row `first_row` on (dimension 0)."""
-        out.copy_(self.tensors[name][first_row : first_row + len(out)])
-
-    def close(self) -> None:
-        """Let go of the mapped file."""
-        self.tensors = self.entries = {}
+        out.copy_(self.entries[name][first_row : first_row + len(out)])
 
 
-class HuggingFaceReader:
+class HuggingFaceReader(ExitStack):
     """Tensors of a Hugging Face folder under the names of the model with heads, whichever form the files have.
+
+    It is a context manager, closed at the end.
 
     Names without the prefix (`bert.`, `transformer.`), LayerNorm's old names and constant buffers of old versions are
     understood. Of two tied tensors the file may have either or both. The tensors tell the model type, which a
@@ -69,12 +68,13 @@ class HuggingFaceReader:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        super().__init__()
         self.folder = Path(folder)
         values = read_hf_config(self.folder / "config.json")
         self.files: list[TensorFileReader | PickleFile] = []
         self._places: dict[str, tuple[TensorFileReader | PickleFile, str]] = {}
         for path, expected in self._list_files().items():
-            file = (TensorFileReader if path.suffix == ".safetensors" else PickleFile)(path)
+            file = self.enter_context((TensorFileReader if path.suffix == ".safetensors" else PickleFile)(path))
             self.files.append(file)
             if not expected <= set(file.entries):
                 raise CheckpointError(
@@ -172,17 +172,6 @@ class HuggingFaceReader:
                 raise CheckpointError(f"tensor {self.name_in_file(alias)} must equal {self.name_in_file(name)} (tied)")
         return set(present)
 
-    def close(self) -> None:
-        """Close the files."""
-        for file in self.files:
-            file.close()
-
-    def __enter__(self) -> "HuggingFaceReader":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
 
 def write_hf_files(
     folder: Path,
@@ -196,7 +185,7 @@ def write_hf_files(
         shapes: name -> (shape, dtype), in the order in which `tensors` come.
         max_file_bytes: limit on the data in a file, unless a single tensor has more.
     """
-    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    sizes = {name: num_bytes(shape, dtype) for name, (shape, dtype) in shapes.items()}
     groups: list[list[str]] = [[]]
     for name, size in sizes.items():
         if groups[-1] and sum(sizes[other] for other in groups[-1]) + size > max_file_bytes:

@@ -9,7 +9,6 @@ A checkpoint contains only safetensors and JSON, no code. A directory gets its f
 """
 
 import json
-import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import xxhash
 
 from ..config import TransformerConfig
 from .errors import CheckpointError, CheckpointVersionError
-from .tensor_file import DTYPE_NAMES, is_shape
+from .tensor_file import DTYPE_NAMES, is_shape, num_bytes
 
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
@@ -56,7 +55,7 @@ class TensorEntry:
     @property
     def num_bytes(self) -> int:
         """Size of the full logical tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return num_bytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Write a checkpoint from one process, tensor by tensor; used by the converters."""
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch import Tensor
@@ -39,9 +40,9 @@ def write_offline(
         raise FileExistsError(f"{path} exists already")
     with atomic_folder(path) as temporary:
         shares = [divide_tensors(metadata.tensors, rank, tp_size) for rank in range(tp_size)]
-        writers = [_open_writer(temporary, share, metadata) for share in shares]
         pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
-        try:
+        with ExitStack() as stack:
+            writers = [stack.enter_context(_open_writer(temporary, share, metadata)) for share in shares]
             for key, tensor in tensors:
                 dim = metadata.tensors[key].shard_dim
                 for share, writer in zip(shares, writers, strict=True):
@@ -49,12 +50,6 @@ def write_offline(
                         start, stop = share.places[key]
                         part = tensor if dim is None else tensor.narrow(dim, start, stop - start)
                         pieces[key].append(Piece(share.file, start, stop, writer.write(key, part)))
-        except BaseException:
-            for writer in writers:
-                writer.close_unchecked()
-            raise
-        for writer in writers:
-            writer.close()
         files = {writer.path.name: FileEntry(writer.num_bytes, writer.header_checksum) for writer in writers}
         write_atomically(temporary / METADATA, with_pieces(metadata, files, pieces).to_json().encode())
     return path

@@ -1,8 +1,8 @@
 """Read a checkpoint at any layout, and verify its bytes against the checksums."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from .metadata import METADATA, CheckpointMetadata, Piece, TensorEntry, read_met
 from .tensor_file import TensorFileReader
 
 
-class CheckpointReader:
-    """Read slices of logical tensors from the pieces that hold them.
+class CheckpointReader(ExitStack):
+    """Read slices of logical tensors from the pieces that hold them; a context manager, closed at the end.
 
     Whole rows (shard dimension 0, or not sharded) are read directly into a CPU tensor of the same dtype; other shard
     dimensions, dtypes and devices need a temporary buffer of one piece. Files are opened on first use and never mapped.
@@ -27,6 +27,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | Path, padding: Mapping[str, int] | None = None) -> None:
+        super().__init__()
         self.path, self.padding = Path(path), padding or {}
         self.metadata: CheckpointMetadata = read_metadata(path)
         self._files: dict[str, TensorFileReader] = {}
@@ -97,20 +98,8 @@ class CheckpointReader:
 
     def _file(self, name: str) -> TensorFileReader:
         if name not in self._files:
-            self._files[name] = TensorFileReader(self.path / name)
+            self._files[name] = self.enter_context(TensorFileReader(self.path / name))
         return self._files[name]
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files.values():
-            file.close()
-        self._files = {}
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
 
 def find_damage(path: str | Path, metadata: CheckpointMetadata, share: int = 0, num_shares: int = 1) -> str | None:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class TensorFileWriter:
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         offset = 0
         for name, (shape, dtype) in tensors.items():
-            size = _num_bytes(shape, dtype)
+            size = num_bytes(shape, dtype)
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
             offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -91,10 +92,6 @@ class TensorFileWriter:
         os.fsync(self.file.fileno())
         self.file.close()
 
-    def close_unchecked(self) -> None:
-        """Close the file without checking that it is complete."""
-        self.file.close()
-
     def __enter__(self) -> "TensorFileWriter":
         return self
 
@@ -103,27 +100,28 @@ class TensorFileWriter:
             if kind is None:
                 self.close()
         finally:
-            self.close_unchecked()
+            self.file.close()
 
 
-class TensorFileReader:
-    """Read tensors or rows of one safetensors file into the caller's memory.
+class TensorFileReader(ExitStack):
+    """Read tensors or rows of one safetensors file into the caller's memory; a context manager, closed at the end.
 
     Raises:
         CheckpointError: the file is not safetensors, its length does not match its header, or its offsets are invalid.
     """
 
     def __init__(self, path: str | Path) -> None:
+        super().__init__()
         self.path = Path(path)
         try:
-            self.file = open(path, "rb")
+            self.file = self.enter_context(open(path, "rb"))
         except OSError as error:
             raise CheckpointError(f"{self.path.name} cannot be read: {error.strerror}") from None
         try:
             self.num_bytes = os.fstat(self.file.fileno()).st_size
             self._read_header()
         except BaseException:
-            self.file.close()
+            self.close()
             raise
 
     def _read_header(self) -> None:
@@ -142,7 +140,7 @@ class TensorFileReader:
         end = self.num_bytes - self.data_start
         expected = 0
         for name, (shape, dtype, first, last) in sorted(self.entries.items(), key=lambda item: item[1][2:]):
-            if first != expected or last - first != _num_bytes(shape, dtype) or last > end:
+            if first != expected or last - first != num_bytes(shape, dtype) or last > end:
                 raise CheckpointError(f"{self.path.name}: the header's offsets of {name} do not fit the file")
             expected = last
         if expected != end:
@@ -162,7 +160,7 @@ class TensorFileReader:
         """Read from row `first_row` (dimension 0) into `out`, a contiguous CPU tensor of the same dtype."""
         shape, dtype, start, _ = self.entries[name]
         assert out.dtype == dtype and out.is_contiguous() and tuple(out.shape[1:]) == shape[1:]
-        row = _num_bytes(shape[1:], dtype)
+        row = num_bytes(shape[1:], dtype)
         data = tensor_bytes(out)
         self.file.seek(self.data_start + start + first_row * row)
         if self.file.readinto(data) < len(data):
@@ -189,16 +187,6 @@ class TensorFileReader:
             left -= count
         return digest.hexdigest()
 
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-    def __enter__(self) -> "TensorFileReader":
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """View the memory of a contiguous CPU tensor as writable bytes, without a copy."""
@@ -219,11 +207,9 @@ def is_shape(lengths: tuple[Any, ...]) -> bool:
     return len(lengths) <= _MAX_DIMENSIONS and math.prod(max(length, 1) for length in lengths) < 2**59
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return size
+def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Size of a tensor."""
+    return math.prod(shape) * dtype.itemsize
 
 
 def _write_all(file: Any, data: bytes | memoryview) -> None:
