@@ -2,15 +2,16 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..config import TransformerConfig
 from ..models import build_model
 from ..models.hugging_face import Row, model_of
-from ..parallel import ParallelContext, initialize_parameters
+from ..parallel import ParallelContext
 from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
 from .errors import CheckpointError
@@ -230,13 +231,6 @@ def _read_ours(
 
 
 def _draw_heads(config: TransformerConfig, names: set[str], seed: int) -> dict[str, Tensor]:
-    """The heads of a new BERT with this seed; the rest of it is never made."""
-    model = build_model(config, ParallelContext(), seed=None, device="meta")
-    model.transformer = None
-    for name, param in list(model.named_parameters()):
-        owner, leaf = name.rsplit(".", 1)
-        fresh = nn.Parameter(torch.empty_like(param, device="cpu"))
-        fresh.shard = param.shard
-        setattr(model.get_submodule(owner), leaf, fresh)
-    initialize_parameters(model, seed, ParallelContext())
+    """The heads of a new BERT with this seed, which are those of one with a single layer."""
+    model = build_model(replace(config, num_layers=1), ParallelContext(), seed=seed)
     return {name: param.detach() for name, param in model.named_parameters() if name in names}
