@@ -87,18 +87,21 @@ def list_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_LISTED]) + more
 
 
-def open_source(path: str | Path, needs_heads: bool = True) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
+def open_source(
+    path: str | Path, needs_heads: bool = True, share: int = 0, num_shares: int = 1
+) -> tuple[Path, CheckpointMetadata, TransformerConfig]:
     """Find and verify the checkpoint at `path`; returns its path, metadata and model configuration.
 
     Args:
         needs_heads: the model's heads must be complete too.
+        share, num_shares: of the files whose content is verified; see `find_damage`.
 
     Raises:
         CheckpointError: it is not a checkpoint, is damaged, or its tensors are not those of its model.
     """
     path = latest_checkpoint(path)
     metadata = read_metadata(path)
-    damage = find_damage(path, metadata)
+    damage = find_damage(path, metadata, share, num_shares)
     if damage is not None:
         raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
     return path, metadata, config_of(path, metadata, needs_heads)

@@ -18,17 +18,15 @@ from torch import nn
 from ..checkpoint import (
     METADATA,
     TOKENIZER_FOLDER,
-    CheckpointError,
     CheckpointMetadata,
     CheckpointReader,
     check_files,
-    find_damage,
     read_metadata,
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hf_conversion import import_hugging_face
 from ..checkpoint.metadata import check_given, is_hugging_face, latest_checkpoint
-from ..checkpoint.model_tensors import config_of
+from ..checkpoint.model_tensors import config_of, open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
@@ -159,7 +157,8 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
 
 
 def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
-    metadata, config = agree(lambda: _check(path, context), context)
+    rank, num_ranks = context.dp_rank * context.tp_size + context.tp_rank, context.tp_size * context.dp_size
+    _, metadata, config = agree(lambda: open_source(path, share=rank, num_shares=num_ranks), context)
     config.check_tensor_parallel(context.tp_size, context.pad_heads)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
     agree(lambda: _load_weights(model, path, context), context)
@@ -183,16 +182,6 @@ def _load_hugging_face(
         loaded = _load_ours(written, context, dtype, device)
         gather(None, context)  # all ranks have finished reading
         return dataclasses.replace(loaded, path=path)
-
-
-def _check(path: Path, context: ParallelContext) -> tuple[CheckpointMetadata, TransformerConfig]:
-    """Verify this rank's share of the files; returns the metadata and the model's configuration."""
-    metadata = read_metadata(path)
-    rank = context.dp_rank * context.tp_size + context.tp_rank
-    damage = find_damage(path, metadata, rank, context.tp_size * context.dp_size)
-    if damage is not None:
-        raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
-    return metadata, config_of(path, metadata)
 
 
 def _load_weights(model: nn.Module, path: Path, context: ParallelContext) -> None:
