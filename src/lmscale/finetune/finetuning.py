@@ -1,5 +1,6 @@
 """Finetuning: `prepare_job` checks a run once; `finetune`, on every rank, builds model, data and Trainer, and fits."""
 
+import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -8,12 +9,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import CheckpointError
-from ..config import Layout
 from ..config.finetune import FinetuneConfig
+from ..config.layout import ParallelConfig
 from ..data.prepare import cache_folder
-from ..launcher import is_first_rank, world_from_outside
+from ..launcher import World, is_first_rank, world_from_outside
 from ..training.accelerator import resolve_accelerator, set_allocator
-from ..training.fit import check_copies, finetuning_workload, state_bytes
+from ..training.fit import check_copies, finetuning_workload, resolve_layout, state_bytes
 from ..training.metrics_file import MetricsFile
 from ..training.runtime.device_memory import check_free_memory
 from ..training.runtime.exit_codes import DONE
@@ -45,11 +46,11 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     check_places(run)
     places = task.scored_sets()
     start, tokenizer = check_initial_checkpoint(run)
-    layout = _layout(run, accelerator)
+    workload, world = finetuning_workload(run, start.config, accelerator == "gpu"), world_from_outside()
+    layout = resolve_layout(_with_all_ranks(run.parallel, workload.on_gpu, world), workload, world)
     start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.zero1 and run.trainer.save:
-        workload = finetuning_workload(run, start.config, accelerator == "gpu")
-        check_copies("parallel.zero1", workload, layout, world_from_outside())
+        check_copies("parallel.zero1", workload, layout, world)
     cache = cache_folder(run.cache_dir, "cache_dir") / "finetune"
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
@@ -76,23 +77,15 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     return job
 
 
-def _layout(run: FinetuneConfig, accelerator: str) -> Layout:
-    """The grid of ranks; `dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
-    parallel, world = run.parallel, world_from_outside()
+def _with_all_ranks(parallel: ParallelConfig, on_gpu: bool, world: World | None) -> ParallelConfig:
+    """`dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
     if parallel.tp_size == "auto":
         raise ValueError("`parallel.tp_size` must be a whole number for finetuning, but is 'auto'")
-    devices = torch.cuda.device_count() if accelerator == "gpu" else None
-    size = world.size if world is not None else devices or parallel.tp_size
-    all_ranks = {"dp_size": max(1, size // parallel.tp_size)} if parallel.dp_size == "auto" else {}
-    layout = parallel.layout(**all_ranks)
-    if world is not None and layout.world_size != world.size:
-        raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
-    if world is None and devices is not None and layout.world_size > devices:
-        raise ValueError(
-            f"`parallel.tp_size` x `parallel.dp_size` must be at most the {devices} GPUs here, but is "
-            f"{layout.world_size}"
-        )
-    return layout
+    if parallel.dp_size != "auto":
+        return parallel
+    devices = torch.cuda.device_count() if on_gpu else 1
+    size = devices if world is None else world.size
+    return dataclasses.replace(parallel, dp_size=max(1, size // parallel.tp_size))
 
 
 @record
