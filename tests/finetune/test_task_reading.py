@@ -85,7 +85,7 @@ def test_malformed_rows_of_qqp_are_skipped_and_counted(tmp_path) -> None:
     rows = ["1\t0\t0\twhy\twhat\t1", "2\t0\t0\t\twhat\t0", "3\t0\t0\twhy", "4\t0\t0\twhy\t \t1", "5\t0\t0\ta\tb\t0"]
     examples, report = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
     assert [e.id for e in examples] == ["1", "5"]
-    assert report.skipped == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
+    assert report.noted["skipped"] == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
     assert report.notes() == [
         "2 rows skipped, an empty question: line 3, line 5",
         "1 row skipped, not 6 columns: line 4",
@@ -97,7 +97,7 @@ def test_an_unlabelled_set_keeps_every_row_of_qqp(tmp_path) -> None:
     place = tsv(tmp_path / "test.tsv", header, "0\twhy\twhat", "1\t\twhat", "2\twhy\t ")
     examples, report = read_examples(make_task("qqp"), place)
     assert [e.id for e in examples] == ["0", "1", "2"]
-    assert report.kept == {"an empty question": ["line 3", "line 4"]}
+    assert report.noted["kept"] == {"an empty question": ["line 3", "line 4"]}
     assert report.notes() == ["2 rows kept, an empty question: line 3, line 4"]
     with pytest.raises(ValueError, match="line 3: a row must have 3 columns, but has 2"):
         read_examples(make_task("qqp"), tsv(tmp_path / "short.tsv", header, "0\twhy\twhat", "1\twhy"))
@@ -182,7 +182,7 @@ def test_hidden_files_in_a_folder_of_race_are_skipped_and_counted(shared_data, t
         shutil.copyfile(article, hidden)
     examples, report = read_examples(make_task("race"), str(tmp_path / "dev"))
     assert examples == read_examples(make_task("race"), str(sample))[0]
-    assert len(report.skipped["hidden file or folder"]) == 2
+    assert len(report.noted["skipped"]["hidden file or folder"]) == 2
 
 
 def test_an_empty_file_of_race_is_refused(tmp_path) -> None:
@@ -349,7 +349,7 @@ def test_a_test_set_of_the_hub_keeps_every_row_of_qqp(monkeypatch) -> None:
     monkeypatch.setattr(sources, "load_hub", lambda task, place: Table(rows))
     examples, report = read_examples(make_task("qqp"), "hub:test")
     assert [(e.id, e.label) for e in examples] == [("0", None), ("1", None)]
-    assert report.kept == {"an empty question": ["row 1"]}
+    assert report.noted["kept"] == {"an empty question": ["row 1"]}
 
 
 def test_class_names_of_the_hub_in_another_order_raise(monkeypatch) -> None:

@@ -28,11 +28,6 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, answer: str) -> float:
-    """Return 1 if both are equal after `normalize_answer`, otherwise 0."""
-    return float(normalize_answer(prediction) == normalize_answer(answer))
-
-
 def f1(prediction: str, answer: str, both_empty: float = 1.0) -> float:
     """Compute the harmonic mean of precision and recall over common words, counted with repetition.
 
@@ -137,7 +132,7 @@ def _score_one(prediction: str, answers: list[str], second: bool) -> tuple[float
     if second:  # answers of only articles and punctuation do not count
         answers = [answer for answer in answers if normalize_answer(answer)] or [""]
     both_empty = 1.0 if second else 0.0
-    exact = max((exact_match(prediction, answer) for answer in answers), default=0.0)
+    exact = float(normalize_answer(prediction) in map(normalize_answer, answers))
     return exact, max((f1(prediction, answer, both_empty) for answer in answers), default=0.0)
 
 

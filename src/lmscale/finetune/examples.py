@@ -60,23 +60,17 @@ class RowReport:
 
     Args:
         source: name of the file or data set, for messages.
-        skipped: locations of skipped rows, by reason.
-        kept: locations of rows that were kept despite a flaw, by flaw.
+        noted: locations of rows that were skipped, or kept despite a flaw, by what was done and why.
         refused: by violated rule, the first offending value with its verb, and the locations.
     """
 
     source: str
-    skipped: dict[str, list[str]] = field(default_factory=dict)
-    kept: dict[str, list[str]] = field(default_factory=dict)
+    noted: dict[str, dict[str, list[str]]] = field(default_factory=lambda: {"skipped": {}, "kept": {}})
     refused: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
 
-    def skip(self, reason: str, place: str) -> None:
-        """Record a skipped row."""
-        self.skipped.setdefault(reason, []).append(place)
-
-    def keep(self, flaw: str, place: str) -> None:
-        """Record a row that is kept despite a flaw."""
-        self.kept.setdefault(flaw, []).append(place)
+    def note(self, what: str, reason: str, place: str) -> None:
+        """Record a row that was `skipped`, or `kept` despite a flaw."""
+        self.noted[what].setdefault(reason, []).append(place)
 
     def refuse(self, rule: str, value: object, place: str, verb: str = "is") -> None:
         """Record a row that violates a rule, for which `check` raises an error: RULE, but VERB VALUE."""
@@ -104,7 +98,7 @@ class RowReport:
         """Return one line per reason for skipping rows, and per flaw of rows that were kept."""
         return [
             f"{len(places)} row{'s' * (len(places) > 1)} {what}, {reason}: {list_some(places)}"
-            for what, found in (("skipped", self.skipped), ("kept", self.kept))
+            for what, found in self.noted.items()
             for reason, places in found.items()
         ]
 

@@ -97,7 +97,7 @@ def _read(table: PairTable, task: TaskConfig, place: str, report: RowReport) -> 
         if not all(map(is_text, texts)) or (is_blank and not table.allows_blank):
             report.refuse("texts must not be empty, of another type or invalid Unicode", texts, where, "are")
         elif is_blank and is_labelled and table.skips_broken:
-            report.skip("an empty question", where)
+            report.note("skipped", "an empty question", where)
         elif type(label) is int and task.columns is not None and _is_ambiguous(label, task.labels):
             report.refuse(f"`{table.label}` must not be the name of one label and the index of another", label, where)
         elif label is not None and (type(label) not in (int, str) or str(label) not in table.classes):
@@ -106,7 +106,7 @@ def _read(table: PairTable, task: TaskConfig, place: str, report: RowReport) -> 
             name = str(number) if table.id is None else report.read_id(row[table.id], table.id, where)
             if name is not None:
                 if is_blank and table.skips_broken:
-                    report.keep("an empty question", where)
+                    report.note("kept", "an empty question", where)
                 known = None if label is None else table.classes[str(label)]
                 examples.append(PairExample(name, texts[0], texts[1] if len(texts) > 1 else None, known))
     return examples
@@ -131,7 +131,7 @@ def _rows(table: PairTable, task: TaskConfig, place: str, report: RowReport) -> 
             if len(cells) == len(header):
                 yield where, dict(zip(header, cells, strict=True))
             elif table.skips_broken and table.label in header:
-                report.skip(f"not {len(header)} columns", where)
+                report.note("skipped", f"not {len(header)} columns", where)
             else:
                 report.refuse(f"a row must have {len(header)} columns", len(cells), where, "has")
 

@@ -49,7 +49,7 @@ def _from_files(path: Path, report: RowReport) -> Iterator[tuple[str, str | None
     for file in files:
         name = file.relative_to(path)
         if any(part.startswith(".") for part in name.parts):
-            report.skip("hidden file or folder", name.as_posix())
+            report.note("skipped", "hidden file or folder", name.as_posix())
             continue
         level = next((part for part in file.relative_to(path.parent).parts[:-1][::-1] if part in LEVELS), None)
         passages = list(jsonl_rows(file))
