@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.evaluation.loading import load_model
-from lmscale.evaluation.perplexity import Perplexity, measure_losses
+from lmscale.evaluation.perplexity import measure_losses, perplexity
 from lmscale.evaluation.windows import Windows
+from lmscale.evaluation.zero_shot_job import _wikitext_metrics
+from lmscale.evaluation.zero_shot_task import WikiText103
 from lmscale.parallel import ParallelContext
 
 SHAPES = [(13, 5), (13, 1), (13, 13), (7, 3), (1, 1), (12, 4)]
@@ -85,30 +87,30 @@ def test_window_counts_of_published_texts_equal_megatrons_and_the_papers() -> No
 
 def test_the_perplexity_of_a_uniform_model_has_a_closed_form() -> None:
     model = zero_model(small_config("gpt", vocab_size=61))  # 64 rows: padded ones must not count
-    perplexity = Perplexity.of(losses_of(model, stream(38, 61), 13, 5), 37, 11)
-    assert perplexity.paper == pytest.approx(61 ** (37 / 11), rel=1e-12)
-    assert perplexity.megatron == pytest.approx(61 ** (37 / 10), rel=1e-12)
-    assert perplexity.token == pytest.approx(61, rel=1e-12)
+    loss_sum = math.fsum(losses_of(model, stream(38, 61), 13, 5))
+    for count in (11, 10, 37):
+        assert perplexity(loss_sum, count) == pytest.approx(61 ** (37 / count), rel=1e-12)
 
 
 def test_an_oracle_has_perplexity_one() -> None:
     cycle = list(range(1, 24)) + [0]
     losses = losses_of(oracle(cycle), [index % 24 for index in range(71)], 13, 5)
-    assert Perplexity.of(losses, 70, 9).paper == 1.0
+    assert perplexity(math.fsum(losses), 9) == 1.0
 
 
 def test_an_infinite_perplexity_is_not_an_error() -> None:
     losses = losses_of(oracle(list(range(1, 24)) + [0]), [0, 2, 4] * 9, 13, 5)
-    assert Perplexity.of(losses, 26, 9).paper == math.inf
+    assert perplexity(math.fsum(losses), 9) == math.inf
 
 
 def test_the_formulas_equal_the_papers_and_its_codes() -> None:
-    perplexity = Perplexity.of([2.0, 3.5, 0.25], num_targets=5, num_words=4)
-    assert perplexity.paper == math.exp(5.75 / 4)
+    task = WikiText103("wiki", "0", num_words=4, tokens=(), windows=Windows(5, 13, 5))
+    found = {name: entry["value"] for name, entry in _wikitext_metrics(task, [2.0, 3.5, 0.25]).items()}
+    assert found["wikitext103/perplexity"] == math.exp(5.75 / 4)
     as_in_code = math.exp(5.75 / 5 * (5 / 3))  # loss a target, times targets a word less one
-    assert perplexity.megatron == pytest.approx(as_in_code, rel=1e-14)
-    assert perplexity.token == math.exp(5.75 / 5)
-    assert Perplexity(1.0, 1, 1).megatron == math.inf  # no formula for a single word
+    assert found["wikitext103/perplexity_megatron"] == pytest.approx(as_in_code, rel=1e-14)
+    assert found["wikitext103/perplexity_token"] == math.exp(5.75 / 5)
+    assert perplexity(1.0, 0) == math.inf  # Megatron-LM has no formula for a single word
 
 
 def test_a_nan_loss_raises_with_its_window() -> None:

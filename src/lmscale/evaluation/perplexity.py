@@ -5,7 +5,6 @@ Source: section 5.2 and appendix E.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -17,39 +16,18 @@ from .scoring import score_places
 from .windows import Windows
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """Total loss of a text, and the counts that normalize it.
+def perplexity(loss_sum: float, count: int) -> float:
+    """exp(loss / count); infinite if that is too large for a number, or if nothing is counted.
 
     Args:
-        loss_sum: sum over all targets, in nats.
-        num_targets: T, number of predicted subwords.
-        num_words: T_o, number of words of the raw text.
+        loss_sum: total loss of a text, in nats.
+        count: T_o, the words of the raw text, in the formula of appendix E; T_o - 1 in Megatron-LM's code (which also
+            caps the exponent at 20); or T, the predicted subwords, which depends on the tokenizer.
     """
-
-    loss_sum: float
-    num_targets: int
-    num_words: int
-
-    @classmethod
-    def of(cls, losses: Sequence[float], num_targets: int, num_words: int) -> "Perplexity":
-        """Sum the losses of parts of the text exactly, independently of their order."""
-        return cls(math.fsum(losses), num_targets, num_words)
-
-    @property
-    def paper(self) -> float:
-        """exp(loss / T_o), the formula of appendix E."""
-        return _exp(self.loss_sum / self.num_words)
-
-    @property
-    def megatron(self) -> float:
-        """exp(loss / (T_o - 1)), as in Megatron-LM (which also caps the exponent at 20); infinite for one word."""
-        return _exp(self.loss_sum / (self.num_words - 1)) if self.num_words > 1 else math.inf
-
-    @property
-    def token(self) -> float:
-        """exp(loss / T), per subword; depends on the tokenizer."""
-        return _exp(self.loss_sum / self.num_targets)
+    try:
+        return math.exp(loss_sum / count)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def measure_losses(
@@ -106,10 +84,3 @@ def _batches(windows: Windows, size: int) -> list[list[int]]:
         indices = list(group)
         batches += [indices[start : start + size] for start in range(0, len(indices), size)]
     return batches
-
-
-def _exp(exponent: float) -> float:
-    try:
-        return math.exp(exponent)
-    except OverflowError:  # above e^709
-        return math.inf

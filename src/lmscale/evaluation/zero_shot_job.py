@@ -1,6 +1,7 @@
 """One zero-shot evaluation, from its configuration to its record: checks before the ranks start, and work per rank."""
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ from ..results import check_no_record, new_record, write_record
 from .cloze import Answer, predict_last_words
 from .lambada import stop_word_ids
 from .loading import DTYPES, LoadedModel, check_gpt, load_model, load_requested_tokenizer
-from .perplexity import Perplexity, measure_losses
+from .perplexity import measure_losses, perplexity
 from .ranks import run_on_rank
 from .zero_shot_task import Lambada, WikiText103, read_task, record_kind
 
@@ -103,12 +104,15 @@ def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) 
 
 
 def _wikitext_metrics(task: WikiText103, losses: list[float]) -> Metrics:
-    perplexity = Perplexity.of(losses, task.windows.num_targets, task.num_words)
+    loss_sum, num_targets = math.fsum(losses), task.windows.num_targets
     return {
-        "wikitext103/perplexity": {"value": perplexity.paper, "unit": "exp(loss / T_o)"},
-        "wikitext103/perplexity_megatron": {"value": perplexity.megatron, "unit": "exp(loss / (T_o - 1))"},
-        "wikitext103/perplexity_token": {"value": perplexity.token, "unit": "exp(loss / T)"},
-        "wikitext103/loss": {"value": perplexity.loss_sum / perplexity.num_targets, "unit": "nats/token"},
+        "wikitext103/perplexity": {"value": perplexity(loss_sum, task.num_words), "unit": "exp(loss / T_o)"},
+        "wikitext103/perplexity_megatron": {
+            "value": perplexity(loss_sum, task.num_words - 1),
+            "unit": "exp(loss / (T_o - 1))",
+        },
+        "wikitext103/perplexity_token": {"value": perplexity(loss_sum, num_targets), "unit": "exp(loss / T)"},
+        "wikitext103/loss": {"value": loss_sum / num_targets, "unit": "nats/token"},
     } | {f"wikitext103/{name}": {"value": number, "unit": "count"} for name, number in task.counts.items()}
 
 
@@ -121,10 +125,9 @@ def _lambada_metrics(task: Lambada, answers: list[Answer], with_filter: bool) ->
     if with_filter:
         shares["accuracy_last_word_no_stop_words"] = sum(answer.right_filtered for answer in answers)
     loss_sum = -sum(answer.log_likelihood for answer in answers)
-    perplexity = Perplexity(loss_sum, number, number)
     return (
         {f"{name}/{share}": {"value": 100 * right / number, "unit": "%"} for share, right in shares.items()}
-        | {f"{name}/perplexity_last_word": {"value": perplexity.paper, "unit": "exp(nats/word)"}}
+        | {f"{name}/perplexity_last_word": {"value": perplexity(loss_sum, number), "unit": "exp(nats/word)"}}
         | {f"{name}/right": {"value": shares["accuracy_last_word"], "unit": "count"}}
         | {f"{name}/{key}": {"value": value, "unit": "count"} for key, value in task.counts.items()}
     )
