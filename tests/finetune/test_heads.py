@@ -1,5 +1,7 @@
 """The three heads against transformers' own, and over tensor ranks against one process."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
 from lmscale.parallel import ParallelContext, counter_keep_mask, sample_dropout_keys, site_keys
 
 KINDS = list(HeadKind)
+TASKS = {HeadKind.CLASSIFICATION: "mnli", HeadKind.CHOICE: "race", HeadKind.SPAN: "squad_v1"}
 OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
 
 
@@ -22,8 +25,9 @@ def small(norm_order: str, **changes) -> TransformerConfig:
 
 
 def build(config, kind, context=None, head_dropout=0.0) -> FinetuneModel:
-    context, cpu = context or ParallelContext(), torch.device("cpu")
-    model = build_finetune_model(config, kind, OUTPUTS[kind], head_dropout, context, 3, torch.float64, cpu, True, False)
+    task = SimpleNamespace(name=TASKS[kind], columns=None)
+    run = SimpleNamespace(task=task, head_dropout=head_dropout, seed=3, from_scratch=True, new_pooler=False)
+    model = build_finetune_model(run, config, context or ParallelContext(), torch.float64, torch.device("cpu"))
     with torch.no_grad():  # zero biases and unit norms hide mistakes
         for name, param in model.named_parameters():
             if param.shard.replicated:
@@ -158,17 +162,8 @@ def test_the_mask_of_attention_dropout_counts_rows_by_the_longest_sequence() -> 
 
 
 def test_head_and_new_pooler_are_initialized_independently() -> None:
-    model = build_finetune_model(
-        small("pre"),
-        HeadKind.CLASSIFICATION,
-        24,
-        0.0,
-        ParallelContext(),
-        3,
-        torch.float32,
-        torch.device("cpu"),
-        False,
-        True,
-    )
+    task = SimpleNamespace(name="own", columns={}, labels=range(24))
+    run = SimpleNamespace(task=task, head_dropout=0.0, seed=3, from_scratch=False, new_pooler=True)
+    model = build_finetune_model(run, small("pre"), ParallelContext(), torch.float32, torch.device("cpu"))
     head, pooler = model.head.weight.detach().flatten().numpy(), model.pooler.weight.detach().flatten().numpy()
     assert np.std(pooler) == pytest.approx(0.02, rel=0.2) and abs(np.corrcoef(head, pooler)[0, 1]) < 0.2

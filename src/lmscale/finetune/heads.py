@@ -5,10 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import TransformerConfig
+from ..config.finetune import FinetuneConfig
 from ..models import build_model
 from ..models.parametrization import parametrize, scaled
 from ..parallel import ParallelContext, ReplicatedLinear, counter_dropout, initialize_parameters, site_keys
-from .tasks import HeadKind
+from .tasks import HeadKind, benchmark_of
 
 
 class FinetuneModel(nn.Module):
@@ -71,33 +72,28 @@ class FinetuneModel(nn.Module):
 
 
 def build_finetune_model(
-    config: TransformerConfig,
-    kind: HeadKind,
-    num_outputs: int,
-    head_dropout: float,
-    context: ParallelContext,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    draw_encoder: bool,
-    draw_pooler: bool,
+    run: FinetuneConfig, config: TransformerConfig, context: ParallelContext, dtype: torch.dtype, device: torch.device
 ) -> FinetuneModel:
     """Build this rank's shard of a model for finetuning.
 
     Args:
-        num_outputs: classes, or choices per question; unused for spans.
-        seed: initializes the head, the encoder if `draw_encoder`, and the pooler if `draw_pooler`; all other parameters
-            are uninitialized, to be loaded from a checkpoint.
+        run: its seed initializes the head, the encoder with `from_scratch`, and the pooler with `new_pooler`; all other
+            parameters are uninitialized, to be loaded from a checkpoint.
+        config: of the checkpoint's model, with the run's dropout.
 
     Raises:
         ValueError: `tp_size` does not divide the model.
     """
-    bert = build_model(config, context, seed=seed if draw_encoder else None, dtype=dtype, device=device)
+    benchmark = benchmark_of(run.task)
+    dropout = config.hidden_dropout if run.head_dropout is None else run.head_dropout
+    bert = build_model(config, context, seed=run.seed if run.from_scratch else None, dtype=dtype, device=device)
     with torch.device(device):
-        model = FinetuneModel(bert, kind, num_outputs, head_dropout)
+        model = FinetuneModel(bert, benchmark.head, benchmark.num_outputs, dropout)
     model.head.to(dtype)
-    drawn = {"head": model.head} | ({"pooler": model.pooler} if draw_pooler and kind is not HeadKind.SPAN else {})
-    initialize_parameters(nn.ModuleDict(drawn), seed, context)  # initialization depends on a parameter's full name
+    drawn = {"head": model.head}
+    if run.new_pooler and benchmark.head is not HeadKind.SPAN:
+        drawn["pooler"] = model.pooler
+    initialize_parameters(nn.ModuleDict(drawn), run.seed, context)  # initialization depends on a parameter's full name
     return model
 
 

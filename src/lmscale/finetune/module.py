@@ -20,7 +20,7 @@ from .features import Features
 from .heads import build_finetune_model
 from .initial_checkpoint import InitialCheckpoint
 from .scoring import Predictions, predict_sets
-from .tasks import HeadKind, benchmark_of
+from .tasks import HeadKind
 
 
 class FinetuneModule(TrainingModule):
@@ -75,20 +75,7 @@ class FinetuneModule(TrainingModule):
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The encoder with the head of the task."""
-        run, benchmark = self.run, benchmark_of(self.run.task)
-        drop = self.config.hidden_dropout if run.head_dropout is None else run.head_dropout
-        return build_finetune_model(
-            self.config,
-            benchmark.head,
-            benchmark.num_outputs,
-            drop,
-            self.parallel,
-            run.seed,
-            dtype,
-            device,
-            draw_encoder=run.from_scratch,
-            draw_pooler=run.new_pooler,
-        )
+        return build_finetune_model(self.run, self.config, self.parallel, dtype, device)
 
     def state_for_checkpoint(self) -> dict[str, Any]:
         """The finetuning's part of a checkpoint: the task, so that its head can be reused, and the scores."""
