@@ -35,7 +35,7 @@ def join_pair(first: list[int], second: list[int] | None, cls: int, sep: int, ma
     return ids, min(len(first) + 2, len(ids))
 
 
-def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
+def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Tokenizer) -> Features:
     """Encode examples of one or two texts, one sequence per example."""
     cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
     firsts = tokenizer.encode_batch([clean_text(e.first) for e in examples])
@@ -48,11 +48,10 @@ def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Token
         **pack(joined),
         labels=np.array([-1 if e.label is None else e.label for e in examples], dtype=np.int64),
         ids=[e.id for e in examples],
-        notes=notes,
     )
 
 
-def encode_choices(task: TaskConfig, examples: list[ChoiceExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
+def encode_choices(task: TaskConfig, examples: list[ChoiceExample], tokenizer: Tokenizer) -> Features:
     """Encode RACE: one sequence per option, with A = question and option (at most `max_qa_length` tokens), B = article.
 
     The option replaces a gap "_" in the question, or is appended if there is none.
@@ -75,7 +74,6 @@ def encode_choices(task: TaskConfig, examples: list[ChoiceExample], tokenizer: T
         ids=[e.id for e in examples],
         num_choices=num_choices,
         facts={"groups": [e.group for e in examples]},
-        notes=notes,
     )
 
 

@@ -68,7 +68,7 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     except ValueError as error:
         key = "train" if place == task.train else "validation" if place in task.validation.values() else "test"
         raise ValueError(f"`task.{key}`: {error}") from None
-    features = benchmark_of(task).encode(task, examples, tokenizer, report.notes())
+    features = replace(benchmark_of(task).encode(task, examples, tokenizer), notes=report.notes())
     try:
         with build_folder(folder) as building:
             save_features(features, building)

@@ -22,7 +22,7 @@ class EncodedContext:
     ends: list[int]
 
 
-def encode_windows(task: TaskConfig, examples: list[SpanExample], tokenizer: Tokenizer, notes: list[str]) -> Features:
+def encode_windows(task: TaskConfig, examples: list[SpanExample], tokenizer: Tokenizer) -> Features:
     """Encode one sequence per window of each question; windows begin every `doc_stride` tokens.
 
     The label is the first annotator's answer if the window contains all of it, otherwise [CLS] (position 0) twice.
@@ -54,7 +54,6 @@ def encode_windows(task: TaskConfig, examples: list[SpanExample], tokenizer: Tok
         window_examples=np.array(owners, dtype=np.int32),
         window_starts=np.array(firsts, dtype=np.int32),
         facts={"dataset": official_json(examples, task.name)},
-        notes=notes,
     )
 
 

@@ -30,7 +30,7 @@ class Benchmark:
 
     Args:
         read: reads the examples of a file or split; invalid rows are recorded in the report.
-        encode: encodes examples as model inputs; the texts are notes to store with them.
+        encode: encodes examples as model inputs.
         head: head on the encoder.
         classes: names of the classes or choices by number; empty for spans.
         score: metrics in percent from predicted and true numbers and `Features.facts`; None for spans.
@@ -39,7 +39,7 @@ class Benchmark:
     """
 
     read: Callable[[TaskConfig, str, RowReport], list[Example]]
-    encode: Callable[[TaskConfig, list[Example], Tokenizer, list[str]], Features]
+    encode: Callable[[TaskConfig, list[Example], Tokenizer], Features]
     head: HeadKind
     classes: tuple[str, ...] = ()
     score: Callable[[list[int], list[int], dict[str, Any]], dict[str, float]] | None = None
