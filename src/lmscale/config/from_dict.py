@@ -75,6 +75,14 @@ def to_plain(value: object) -> object:
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by dotted key."""
+    flat = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def key_of(field: dataclasses.Field) -> str:
     """The key of a field; the field of a Python keyword (`async`) ends with an underscore."""
     return field.name.rstrip("_")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.finetune import TASKS
+from ..config.from_dict import flatten
 from ..results import read_record
 from .tasks import objective_of
 
@@ -56,7 +57,10 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
     if len(tasks) > 1:
         raise ValueError(f"the runs of {folder} must be of one task, but are of {', '.join(tasks)}")
     name = metric or objective_of(tasks[0])
-    flat = {run: _flat(record["config"]) for run, record in runs.items()}
+    flat = {
+        run: flatten({key: value for key, value in record["config"].items() if key not in _NOT_A_SETTING})
+        for run, record in runs.items()
+    }
     keys = {key for values in flat.values() for key in values}
     differing = sorted(key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1)
     found: dict[str, Setting] = {}
@@ -80,12 +84,3 @@ def _task_of(record: dict[str, Any]) -> str | None:
     task = config.get("task") if isinstance(config, dict) else None
     is_ours = isinstance(task, dict) and (task.get("name") in TASKS or task.get("columns"))
     return task["name"] if is_ours else None
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if not prefix and key in _NOT_A_SETTING:
-            continue
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat

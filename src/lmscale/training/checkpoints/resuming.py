@@ -22,6 +22,7 @@ from ...checkpoint import (
 )
 from ...checkpoint.metadata import check_given, latest_checkpoint
 from ...config import TransformerConfig
+from ...config.from_dict import flatten
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
@@ -138,7 +139,7 @@ def check_fit(
             f"`trainer.{key}` must be at least the {metadata.step} steps that checkpoint {name} has done, but is "
             f"{last_step}"
         )
-    then = {"model.initializer": "generator"} | _flat(metadata.run)  # from before there was a choice: without the key
+    then = {"model.initializer": "generator"} | flatten(metadata.run)  # from before there was a choice: without the key
     differences = _differences(_INITIAL_KEYS, run, then)
     if differences:
         raise CheckpointError(
@@ -270,11 +271,3 @@ def _problem(path: Path) -> str | None:
     except CheckpointError as error:
         return str(error)
     return None
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by dotted key."""
-    flat = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
