@@ -86,7 +86,7 @@ def with_defaults(values: dict[str, Any]) -> Any:
     """transformers' configuration object of these values, with its defaults for what they leave out."""
     import transformers
 
-    kind = getattr(transformers, hf_model(values).config_class)
+    kind = transformers.CONFIG_MAPPING[hf_model(values).model_type]
     try:
         return kind.from_dict(values)
     except Exception as error:  # its validation has error classes of several libraries
@@ -172,7 +172,7 @@ def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int
         "embedding_dropout": config.input_dropout,
     }
     values = {key: ours[name] for key, name in model.keys.items()}
-    kind = getattr(transformers, model.config_class)
+    kind = transformers.CONFIG_MAPPING[model.model_type]
     return kind(**values, **token_ids, architectures=[model.model_class], dtype=dtype)
 
 

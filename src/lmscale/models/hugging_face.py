@@ -73,7 +73,7 @@ class HuggingFaceModel:
     """A model of transformers and its tensors.
 
     Args:
-        model_type, config_class, model_class: as transformers names them.
+        model_type, model_class: as transformers names them.
         settings: fields of `TransformerConfig` that the class implies.
         keys: their configuration key -> our field.
         prefix: of the tensors that the plain model (without heads) has too, and saves without it.
@@ -88,7 +88,6 @@ class HuggingFaceModel:
     """
 
     model_type: str
-    config_class: str
     model_class: str
     settings: dict[str, Any]
     keys: dict[str, str]

@@ -65,7 +65,6 @@ _model = partial(
 )
 POST_NORM = _model(
     model_type="bert",
-    config_class="BertConfig",
     model_class="BertForPreTraining",
     settings={"family": "bert", "norm_order": "post"},
     outer=(*_OUTER, *pair("bert.embeddings.LayerNorm", "transformer.embedding_norm")),
@@ -77,7 +76,6 @@ POST_NORM = _model(
 )
 PRE_NORM = _model(
     model_type="megatron-bert",
-    config_class="MegatronBertConfig",
     model_class="MegatronBertForPreTraining",
     settings={"family": "bert", "norm_order": "pre"},
     outer=(*_OUTER, *pair("bert.encoder.ln", "transformer.final_norm")),

@@ -19,7 +19,6 @@ def _token_ids(ids: dict[str, int] | None, config: TransformerConfig) -> dict[st
 
 GPT2 = HuggingFaceModel(
     model_type="gpt2",
-    config_class="GPT2Config",
     model_class="GPT2LMHeadModel",
     settings={"family": "gpt", "norm_order": "pre"},
     keys={
