@@ -218,15 +218,7 @@ def _read_ours(
         entry = entries[f"model/{name}"]
         ours = torch.zeros(entry.shape, dtype=entry.dtype)
         for row in group:
-            view = row.layout.view(ours, config)
-            if (
-                view.is_contiguous()
-                and view.shape == reader.shape(row.theirs)
-                and reader.dtype(row.theirs) == ours.dtype
-            ):
-                reader.read_into(row.theirs, view)  # the word embedding is not in memory twice
-            else:
-                row.copy_to_ours(reader.read(row.theirs), ours, config)
+            row.copy_to_ours(reader.read(row.theirs), ours, config)
         yield f"model/{name}", ours
 
 

@@ -46,9 +46,9 @@ class PickleFile(ExitStack):
         """Type of a tensor."""
         return self.entries[name].dtype
 
-    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Fill `out` from row `first_row` on (dimension 0)."""
-        out.copy_(self.entries[name][first_row : first_row + len(out)])
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows [first, last) of a tensor, by default all; a part of the mapped file where it is contiguous."""
+        return self.entries[name][first:last].contiguous()
 
 
 class HuggingFaceReader(ExitStack):
@@ -143,17 +143,10 @@ class HuggingFaceReader(ExitStack):
         file, own = self._places[name]
         return file.dtype(own)
 
-    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
-        """Fill `out`, contiguous and of the tensor's type, from row `first_row` on."""
-        file, own = self._places[name]
-        file.read_into(own, out, first_row)
-
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """Rows [first, last) of a tensor, by default all, in memory of their own."""
-        shape = self.shape(name)
-        out = torch.empty(((shape[0] if last is None else last) - first, *shape[1:]), dtype=self.dtype(name))
-        self.read_into(name, out, first)
-        return out
+        """Rows [first, last) of a tensor, by default all."""
+        file, own = self._places[name]
+        return file.read(own, first, last)
 
     def check_aliases(self) -> set[str]:
         """Names that are second copies of another tensor.

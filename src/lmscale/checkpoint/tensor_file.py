@@ -166,11 +166,11 @@ class TensorFileReader(ExitStack):
         if self.file.readinto(data) < len(data):
             raise CheckpointError(f"{self.path.name} ends within {name}")
 
-    def read(self, name: str) -> Tensor:
-        """Read a full tensor into new memory."""
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Read rows [first, last) of a tensor, by default all, into new memory."""
         shape, dtype, _, _ = self.entries[name]
-        out = torch.empty(shape, dtype=dtype, device="cpu")
-        self.read_into(name, out)
+        out = torch.empty(shape if last is None else (last - first, *shape[1:]), dtype=dtype, device="cpu")
+        self.read_into(name, out, first)
         return out
 
     def checksum(self, name: str) -> str:
