@@ -38,6 +38,7 @@ from lmscale.checkpoint import (
 from lmscale.checkpoint import reshard as reshard_module
 from lmscale.checkpoint.atomic_folder import atomic_folder
 from lmscale.checkpoint.metadata import latest_checkpoint
+from lmscale.parallel import ParallelContext
 from lmscale.training.checkpoints.resuming import agree_on_checkpoint
 from lmscale.training.checkpoints.saving import Checkpointing
 from lmscale.training.metrics_file import MetricsFile
@@ -88,7 +89,7 @@ def save(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, background:
     checkpointing = Checkpointing(job, agreed, session, None, None)
     checkpointing.folder = folder
     prune = checkpointing._remove_old
-    share = divide_tensors(entries, rank, num_ranks)
+    share = divide_tensors(entries, ParallelContext(rank, num_ranks))
     writer.begin(folder / f"step_{step}.ckpt", mine, metadata, share, background, prune)
     error = writer.finish()
     assert error is None, error

@@ -28,6 +28,7 @@ from lmscale.checkpoint import (
 )
 from lmscale.checkpoint.host_copies import HostCopies
 from lmscale.checkpoint.tensor_file import TensorFileReader, TensorFileWriter
+from lmscale.parallel import ParallelContext
 
 
 def logical_tensors() -> dict[str, tuple[torch.Tensor, int | None]]:
@@ -67,7 +68,7 @@ def begin(
     metadata = metadata_of(tensors)
     writer = CheckpointWriter(token, dp_rank * tp_size + tp_rank, tp_size * dp_size, timeout_s)
     mine = {key: part_of(t, dim, tp_rank, tp_size) for key, (t, dim) in tensors.items()}
-    share = divide_tensors(metadata.tensors, tp_rank, tp_size, dp_rank, dp_size)
+    share = divide_tensors(metadata.tensors, ParallelContext(tp_rank, tp_size, dp_rank, dp_size))
     writer.begin(folder / "step_5.ckpt", mine, metadata, share, in_background)
     return writer
 
@@ -169,7 +170,7 @@ def test_reading_is_on_the_cpu_whatever_the_default_device(saved) -> None:
 def test_ranks_write_equal_shares_and_every_tensor_once() -> None:
     entries = {f"w{i}": TensorEntry((64, 10 + i), torch.float32, 0) for i in range(12)}
     entries |= {f"n{i}": TensorEntry((64,), torch.float32, None) for i in range(16)}
-    shares = {(t, d): divide_tensors(entries, t, 2, d, 4) for t in range(2) for d in range(4)}
+    shares = {(t, d): divide_tensors(entries, ParallelContext(t, 2, d, 4)) for t in range(2) for d in range(4)}
     for key, entry in entries.items():
         places = sorted(share.places[key] for share in shares.values() if key in share.places)
         assert places == ([(0, 1)] if entry.shard_dim is None else [(0, 32), (32, 64)])

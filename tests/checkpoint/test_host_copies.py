@@ -121,7 +121,8 @@ def test_the_planner_counts_what_a_rank_writes(tp_size, dp_size, half_moments) -
     }
     written = []
     for rank in range(tp_size * dp_size):
-        places = divide_tensors(entries, rank % tp_size, tp_size, rank // tp_size, dp_size).places
+        place = ParallelContext(rank % tp_size, tp_size, rank // tp_size, dp_size)
+        places = divide_tensors(entries, place).places
         cuts = {key: 1 if entries[key].shard_dim is None else tp_size for key in places}
         written.append(sum(entries[key].num_bytes // cut for key, cut in cuts.items()))
     job = Workload(config, 1, dp_size, 96, "bf16", half_moments=half_moments)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..parallel import ParallelContext
 from ..shared_files import write_atomically
 from .atomic_folder import atomic_folder
 from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, checkpoint_name
@@ -39,7 +40,7 @@ def write_offline(
     if path.exists():
         raise FileExistsError(f"{path} exists already")
     with atomic_folder(path) as temporary:
-        shares = [divide_tensors(metadata.tensors, rank, tp_size) for rank in range(tp_size)]
+        shares = [divide_tensors(metadata.tensors, ParallelContext(rank, tp_size)) for rank in range(tp_size)]
         pieces: dict[str, list[Piece]] = {key: [] for key in metadata.tensors}
         with ExitStack() as stack:
             writers = [stack.enter_context(_open_writer(temporary, share, metadata)) for share in shares]

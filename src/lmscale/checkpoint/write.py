@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..parallel import ParallelContext
 from ..shared_files import sync_to_disk, write_atomically
 from .errors import CheckpointError
 from .host_copies import HostCopies
@@ -37,42 +38,36 @@ class Share:
 
 
 def divide_tensors(
-    entries: Mapping[str, TensorEntry],
-    tp_rank: int,
-    tp_size: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    padding: Mapping[str, int] | None = None,
-    pp_rank: int = 0,
-    pp_size: int = 1,
+    entries: Mapping[str, TensorEntry], context: ParallelContext, padding: Mapping[str, int] | None = None
 ) -> Share:
     """Return this rank's share of a checkpoint.
 
-    One of the `dp_size` ranks that hold a shard writes it, and one of all ranks writes a replicated tensor, balanced so
+    One of the data ranks that hold a shard writes it, and one of all ranks writes a replicated tensor, balanced so
     that all ranks write about the same number of bytes.
 
     Args:
         entries: every tensor of this rank's stage by key, equal on all its ranks; pieces are ignored.
         padding: by parameter name, what the shards hold after the last index (`padding_of`); it is not written.
     """
+    tp_rank, tp_size, dp_size = context.tp_rank, context.tp_size, context.dp_size
     load = [[0] * tp_size for _ in range(dp_size)]
     places: dict[str, tuple[int, int]] = {}
     for key, entry in sorted(entries.items(), key=lambda item: (-item[1].num_bytes, item[0])):
         if entry.shard_dim is None:
             d, t = min(product(range(dp_size), range(tp_size)), key=lambda at: load[at[0]][at[1]])
             load[d][t] += entry.num_bytes
-            if (d, t) == (dp_rank, tp_rank):
+            if (d, t) == (context.dp_rank, tp_rank):
                 places[key] = (0, 1)
         else:
             d = min(range(dp_size), key=lambda d: max(load[d]))
             load[d] = [bytes_so_far + entry.num_bytes // tp_size for bytes_so_far in load[d]]
-            if d == dp_rank:
+            if d == context.dp_rank:
                 size = entry.shape[entry.shard_dim]
                 length = (size + (padding or {}).get(key.partition("/")[2], 0)) // tp_size
                 if tp_rank * length < size:
                     places[key] = (tp_rank * length, min((tp_rank + 1) * length, size))
-    rank, world_size = (dp_rank * pp_size + pp_rank) * tp_size + tp_rank, dp_size * pp_size * tp_size
-    file = f"rank_{rank}_of_{world_size}.safetensors"
+    rank = (context.dp_rank * context.pp_size + context.pp_rank) * tp_size + tp_rank
+    file = f"rank_{rank}_of_{dp_size * context.pp_size * tp_size}.safetensors"
     return Share(file, dict(sorted(places.items())))
 
 

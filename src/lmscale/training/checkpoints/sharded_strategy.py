@@ -184,8 +184,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             run=run,
             state=state,
         )
-        place = context.tp_rank, context.tp_size, context.dp_rank, context.dp_size
-        share = divide_tensors(mine, *place, padding_of(module.model), context.pp_rank, context.pp_size)
+        share = divide_tensors(mine, context, padding_of(module.model))
         if optimizer is None:
             tensors = {f"model/{name}": param for name, param in own.items()}
         else:
