@@ -21,27 +21,3 @@ from .offline import write_offline
 from .read import CheckpointReader, find_damage
 from .tokenizer_files import TOKENIZER_FOLDER
 from .write import CheckpointWriter, Share, divide_tensors, remove_checkpoint, remove_unfinished, set_aside
-
-__all__ = [
-    "METADATA",
-    "TOKENIZER_FOLDER",
-    "CheckpointError",
-    "CheckpointMetadata",
-    "CheckpointReader",
-    "CheckpointVersionError",
-    "CheckpointWriter",
-    "Share",
-    "TensorEntry",
-    "check_files",
-    "check_model",
-    "checkpoint_name",
-    "checkpoint_step",
-    "divide_tensors",
-    "find_damage",
-    "list_checkpoints",
-    "read_metadata",
-    "remove_checkpoint",
-    "remove_unfinished",
-    "set_aside",
-    "write_offline",
-]

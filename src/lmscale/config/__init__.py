@@ -2,5 +2,3 @@
 
 from .layout import BatchConfig, Layout
 from .model import Recompute, TransformerConfig
-
-__all__ = ["BatchConfig", "Layout", "Recompute", "TransformerConfig"]

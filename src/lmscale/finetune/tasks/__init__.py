@@ -69,6 +69,3 @@ def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowRepor
 
 def _is_labelled(example: Example) -> bool:
     return example.is_labelled if isinstance(example, SpanExample) else example.label is not None
-
-
-__all__ = ["BENCHMARKS", "Benchmark", "HeadKind", "benchmark_of", "objective_of", "read_examples"]
