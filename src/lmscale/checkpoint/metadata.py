@@ -192,8 +192,8 @@ def wrong_length(path: Path, entry: FileEntry) -> str | None:
     return None if actual == expected else f"{path.name} must have {entry.num_bytes} bytes, but {actual}"
 
 
-def check_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run folder or a Hugging Face folder") -> None:
-    """Check that the path that a key gives leads to a checkpoint or a Hugging Face model, without reading either.
+def find_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run folder or a Hugging Face folder") -> Path:
+    """Return the checkpoint or the Hugging Face model to which the path of a key leads, without reading either.
 
     Raises:
         CheckpointError: it does not; the message names the key.
@@ -203,6 +203,7 @@ def check_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run fo
         if not is_hugging_face(found):
             check_is_checkpoint(found)
     except CheckpointError as error:
+    return found
         raise CheckpointError(f"`{key}` must be {kinds}, but {error}") from None
 
 

@@ -25,7 +25,7 @@ from ..checkpoint import (
 )
 from ..checkpoint.hf_config import config_from_hf, read_hf_config
 from ..checkpoint.hf_conversion import import_hugging_face
-from ..checkpoint.metadata import check_given, is_hugging_face, latest_checkpoint
+from ..checkpoint.metadata import find_given, is_hugging_face
 from ..checkpoint.model_tensors import config_of, open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
@@ -81,8 +81,9 @@ def load_model(
     Communicates:
         all-gathers of short texts over all ranks.
     """
-    folder, is_published = _find(path)
-    return (_load_hugging_face if is_published else _load_ours)(folder, context, dtype, device)
+    folder = find_given("ckpt", path)
+    load = _load_ours if (folder / METADATA).is_file() else _load_hugging_face
+    return load(folder, context, dtype, device)
 
 
 def check_gpt(
@@ -129,19 +130,12 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata.
     """
-    checkpoint, is_published = _find(path)
-    if is_published:
+    checkpoint = find_given("ckpt", path)
+    if not (checkpoint / METADATA).is_file():
         return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
     metadata = read_metadata(checkpoint)
     check_files(checkpoint, metadata)
     return config_of(checkpoint, metadata), checkpoint.parent / TOKENIZER_FOLDER
-
-
-def _find(path: str | Path) -> tuple[Path, bool]:
-    """Return the folder of the weights at `path`, and whether it is a Hugging Face model."""
-    check_given("ckpt", path)
-    folder = latest_checkpoint(path)
-    return folder, not (folder / METADATA).is_file() and is_hugging_face(folder)
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:

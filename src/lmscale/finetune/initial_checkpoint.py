@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint import TOKENIZER_FOLDER
-from ..checkpoint.metadata import check_given
+from ..checkpoint.metadata import find_given
 from ..checkpoint.model_tensors import open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
@@ -42,7 +42,7 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
             the checkpoint's; its head is of this task's name with other labels; or there is nothing to train and no
             head.
     """
-    check_given("ckpt", run.ckpt, "a checkpoint or a run folder")
+    find_given("ckpt", run.ckpt, "a checkpoint or a run folder")
     path, metadata, config = open_source(run.ckpt, needs_heads=False)
     task = run.task
     if not family_of(config.family).has_pooler:

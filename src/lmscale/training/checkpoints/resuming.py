@@ -20,7 +20,7 @@ from ...checkpoint import (
     read_metadata,
     set_aside,
 )
-from ...checkpoint.metadata import check_given, latest_checkpoint
+from ...checkpoint.metadata import find_given
 from ...config import TransformerConfig
 from ...config.from_dict import flatten
 from ...config.pretrain import RunConfig
@@ -81,8 +81,7 @@ def find_checkpoint(run: RunConfig) -> str | None:
         if own and newest is None:
             raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1])}")
         return newest and str(newest)
-    check_given("resume", path, "none, auto, a checkpoint or a run folder")
-    chosen = latest_checkpoint(Path(path).absolute())
+    chosen = find_given("resume", path, "none, auto, a checkpoint or a run folder").absolute()
     check_files(chosen, read_metadata(chosen))
     if own and (run.resume.weights_only or chosen.resolve() != own[-1].resolve()):
         raise ValueError(
