@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import use_model
 from lmscale.config.zero_shot import ZeroShotConfig
-from lmscale.launcher import is_first_rank, world_from_outside
+from lmscale.launcher import is_first_rank
 
 
 def evaluate(values: dict) -> None:
@@ -23,13 +23,7 @@ def evaluate(values: dict) -> None:
         return
     from lmscale.training.runtime.launch import launch
 
-    world, layout = world_from_outside(), config.parallel
-    if world is not None and world.size != layout.world_size:
-        raise ValueError(
-            f"the number of ranks ({world.size}) must be `parallel.tp_size` x `parallel.dp_size`, "
-            f"but that is {layout.tp_size} x {layout.dp_size}"
-        )
-    launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), layout.world_size)
+    launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), config.parallel.world_size)
     if is_first_rank():
         print(f"use: {use_model(config.ckpt, 'gpt')}")
 
