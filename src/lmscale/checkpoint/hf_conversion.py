@@ -1,5 +1,6 @@
 """Models of Hugging Face read and written: tensor by tensor, at any layout of ours, compared before they get a name."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -157,11 +158,8 @@ def import_hugging_face(
 def _entry(
     reader: HuggingFaceReader, rows: list[Row], name: str, shape: tuple[int, ...], dim: int | None
 ) -> TensorEntry:
-    dtype = torch.float32
-    for row in rows:
-        if row.ours == name and row.theirs in reader.names():
-            dtype = torch.promote_types(dtype, reader.dtype(row.theirs))
-    return TensorEntry(shape, dtype, dim)
+    found = [reader.dtype(row.theirs) for row in rows if row.ours == name and row.theirs in reader.names()]
+    return TensorEntry(shape, functools.reduce(torch.promote_types, found, torch.float32), dim)
 
 
 def _check_tensors(

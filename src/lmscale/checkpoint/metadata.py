@@ -19,12 +19,11 @@ import xxhash
 
 from ..config import TransformerConfig
 from .errors import CheckpointError, CheckpointVersionError
-from .tensor_file import DTYPE_NAMES, is_shape, num_bytes
+from .tensor_file import DTYPE_NAMES, DTYPES, is_shape, num_bytes
 
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
 PUBLISHED_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face model in one file
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 REPLACED = ".replaced"  # ends the name of a complete checkpoint while a new one of the same step takes its place
 _NAME = re.compile(rf"step_(\d+)\.ckpt({re.escape(REPLACED)})?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
@@ -203,8 +202,8 @@ def find_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run fol
         if not is_hugging_face(found):
             check_is_checkpoint(found)
     except CheckpointError as error:
-    return found
         raise CheckpointError(f"`{key}` must be {kinds}, but {error}") from None
+    return found
 
 
 def check_is_checkpoint(path: Path) -> None:
@@ -302,9 +301,8 @@ def _check_pieces(key: str, entry: TensorEntry, files: dict[str, FileEntry]) -> 
     length = 1 if entry.shard_dim is None else entry.shape[entry.shard_dim]
     reached = 0
     for piece in entry.pieces:
-        if not type(piece.start) is type(piece.stop) is int or piece.file not in files:
-            raise ValueError(f"piece of {key}")
-        if piece.start != reached or not piece.start < piece.stop:
+        is_known = type(piece.start) is type(piece.stop) is int and piece.file in files
+        if not is_known or not reached == piece.start < piece.stop:
             raise ValueError(f"piece of {key}")
         reached = piece.stop
     if reached != length:

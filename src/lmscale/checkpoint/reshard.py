@@ -51,7 +51,7 @@ def reshard(
     entries = {}
     for key, entry in metadata.tensors.items():
         shape = entry.shape
-        if is_vocabulary(key):
+        if key.partition("/")[2] in VOCABULARY:
             shape = (config.padded_vocab_size, *shape[1:])
         entries[key] = dataclasses.replace(entry, shape=shape, pieces=())
     changed = dataclasses.replace(
@@ -63,11 +63,6 @@ def reshard(
         if files is not None:
             files.copy_to(folder / TOKENIZER_FOLDER)
     return Path(target) / written.name
-
-
-def is_vocabulary(key: str) -> bool:
-    """Return whether a tensor, by its key in a checkpoint, has one row per id of the padded vocabulary."""
-    return key.split("/", 1)[1] in VOCABULARY
 
 
 def _read_all(reader: CheckpointReader, changed: CheckpointMetadata, vocab_size: int) -> Iterator[tuple[str, Tensor]]:

@@ -32,7 +32,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 64  # of torch
 _CHUNK = 1 << 24  # bytes read at once to compute a checksum
@@ -197,7 +197,7 @@ def _parse_entry(entry: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, i
     shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
     if not is_shape(shape) or not type(first) is type(last) is int:
         raise ValueError
-    return shape, _DTYPES[entry["dtype"]], first, last
+    return shape, DTYPES[entry["dtype"]], first, last
 
 
 def is_shape(lengths: tuple[Any, ...]) -> bool:
