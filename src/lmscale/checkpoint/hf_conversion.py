@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import TransformerConfig
+from ..config.checks import list_some
 from ..models import build_model
 from ..models.hugging_face import Row, model_of
 from ..parallel import ParallelContext
@@ -20,7 +21,7 @@ from .hf_config import config_from_hf, config_to_hf
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
 from .model_card import CARD, model_card
-from .model_tensors import Shape, list_names, model_shapes, open_source
+from .model_tensors import Shape, model_shapes, open_source
 from .offline import write_offline
 from .read import CheckpointReader
 from .tensor_file import num_bytes
@@ -56,7 +57,7 @@ def export_hugging_face(
     # Those of the heads: the rest has been checked.
     missing = sorted(f"model/{name}" for name in our_shapes if f"model/{name}" not in metadata.tensors)
     if missing:
-        raise CheckpointError(f"checkpoint {path.name} lacks {list_names(missing)}")
+        raise CheckpointError(f"checkpoint {path.name} lacks {list_some(missing)}")
     shapes = {}
     for row in rows:
         on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
@@ -177,7 +178,7 @@ def _check_tensors(
     known = {row.theirs for row in rows} | reader.check_aliases()
     unexpected = sorted(reader.name_in_file(name) for name in reader.names() - known)
     if unexpected:
-        raise CheckpointError(f"{reader.folder}: no tensor of ours takes {list_names(unexpected)}")
+        raise CheckpointError(f"{reader.folder}: no tensor of ours takes {list_some(unexpected)}")
     missing = [row for row in rows if row.theirs not in reader.names()]
     # A head that is there in part is a damaged model, not a plain one.
     whole = tuple(
@@ -185,9 +186,9 @@ def _check_tensors(
     )
     lost = sorted(row.theirs for row in missing if not row.ours.startswith(whole))
     if lost:
-        raise CheckpointError(f"{reader.folder} lacks {list_names(lost)}")
+        raise CheckpointError(f"{reader.folder} lacks {list_some(lost)}")
     if missing and not may_initialize:
-        names = list_names(sorted(row.theirs for row in missing))
+        names = list_some(sorted(row.theirs for row in missing))
         raise CheckpointError(
             f"{reader.folder} lacks the heads {names}; initialize_missing_heads=true begins them anew, untrained"
         )

@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import TransformerConfig
+from ..config.checks import list_some
 from ..models import build_model
 from ..parallel import ParallelContext
 from .errors import CheckpointError
 from .metadata import METADATA, CheckpointMetadata, latest_checkpoint, read_metadata
 from .read import find_damage
 
-_MAX_LISTED = 12  # names in a message
 _FIRST_LAYER = "transformer.layers.0."
 Shape = tuple[tuple[int, ...], int | None]  # the full shape, and the shard dimension or None
 
@@ -70,7 +70,7 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
         ("is of a model without", metadata.tensors.keys() - expected),
     ):
         if keys:
-            raise CheckpointError(f"checkpoint {path.name} {problem} {list_names(sorted(keys))}")
+            raise CheckpointError(f"checkpoint {path.name} {problem} {list_some(sorted(keys))}")
     for key, entry in metadata.tensors.items():
         shape, shard_dim = shapes[key.split("/", 1)[1]]
         if (entry.shape, entry.shard_dim) != (shape, shard_dim):
@@ -79,12 +79,6 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
                 f"but is {entry.shape}, sharded along {entry.shard_dim}"
             )
     return config
-
-
-def list_names(names: list[str]) -> str:
-    """The first names, separated by commas, and the number of the others."""
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def open_source(

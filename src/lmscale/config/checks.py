@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 
 _IN_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}
 _IN_WORDS |= {list: "a list", dict: "a group of keys"}
+_MAX_LISTED = 12  # names in a message
 # No tab, none of the line ends of `str.splitlines`, and no lone surrogate, which is not UTF-8.
 _LINE = re.compile(r"[^\t\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]+")
 
@@ -100,6 +101,12 @@ def refuse(name: str, rule: str, value: object, more: str = "") -> NoReturn:
     """Raise the ValueError of a value that breaks a rule."""
     shown = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     raise ValueError(f"`{name}` must be {rule}, but is {shown}{more}")
+
+
+def list_some(names: list[str]) -> str:
+    """The first names, separated by commas, and the number of the others."""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def in_words(hint: Any) -> str:

@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ..config.checks import is_line
-
-_MAX_LISTED = 10  # row numbers per message
+from ..config.checks import is_line, list_some
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,3 @@ class RowReport:
             for what, found in self.noted.items()
             for reason, places in found.items()
         ]
-
-
-def list_some(places: list[str]) -> str:
-    """List the first locations, and how many more there are."""
-    more = f" and {len(places) - _MAX_LISTED} more" if len(places) > _MAX_LISTED else ""
-    return ", ".join(places[:_MAX_LISTED]) + more

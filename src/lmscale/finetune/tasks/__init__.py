@@ -1,7 +1,8 @@
 """The finetuning tasks: how each is read, encoded, scored and named."""
 
+from ...config.checks import list_some
 from ...config.finetune import TaskConfig
-from ..examples import Example, RowReport, SpanExample, list_some
+from ..examples import Example, RowReport, SpanExample
 from ..pairs import encode_choices, encode_pairs
 from ..windows import encode_windows
 from .benchmark import Benchmark, HeadKind
