@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from lmscale.finetune.ensembling import ensemble
+from lmscale.finetune.scoring import with_units
 from lmscale.results import new_record, read_record, write_record
 
 NAME = "finetune_ensemble"
@@ -50,12 +51,8 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures = {
-        name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
-        for name, value in metrics.items()
-    }
     members = {"members": [str(run) for run in options.runs], "paper_size": paper_size, "alarms": alarms}
-    record = new_record(NAME, kind, config=members, seed=None, metrics=figures, device="cpu")
+    record = new_record(NAME, kind, config=members, seed=None, metrics=with_units(metrics), device="cpu")
     write_record(record, options.out / "record.json")
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")

@@ -15,6 +15,7 @@ from .features import Features
 from .module import FinetuneModule
 from .preparing import FinetuneJob
 from .record_kind import record_kind
+from .scoring import with_units
 
 RECORD = "record.json"
 
@@ -53,10 +54,7 @@ def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None
 def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
     """Write the run's JSON record, and print the last line on the terminal."""
     run = job.run
-    metrics = {
-        name: {"value": value, "unit": "logits" if name.endswith("null_threshold") else "%"}
-        for name, value in module.metrics.items()
-    }
+    metrics = with_units(module.metrics)
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
     if module.completed_steps:
         metrics |= count_updates(module.optimizer.counters.read())

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,12 @@ def predict_sets(
             plain = f"{task.name}/{metric}"
             metrics[plain if name == "dev" and plain not in pooled else f"{plain}_{name}"] = value
     return predictions, metrics
+
+
+def with_units(metrics: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """The metrics of `predict_sets` as a record has them."""
+    units = {name: "logits" if name.endswith("null_threshold") else "%" for name in metrics}
+    return {name: {"value": value, "unit": units[name]} for name, value in metrics.items()}
 
 
 def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[str]) -> list[str]:
