@@ -9,7 +9,6 @@ import os
 from functools import partial
 from pathlib import Path
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -62,7 +61,6 @@ def objective(cfg: DictConfig) -> float | None:
     return None if found is None else found["value"]
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="finetune")
 def main(cfg: DictConfig) -> float | None:
     """Hydra's entry, called once per job of a sweep."""
     run_task(partial(finetune, files=hydra_files(cfg)), cfg, then=after_finetuning)

@@ -5,9 +5,6 @@ import lmscale.cli.ctrl_c  # noqa: F401
 # isort: split
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import load_published, use_model
 from lmscale.config.convert import ConvertConfig
@@ -65,11 +62,5 @@ def write(config: ConvertConfig) -> Path:
     return reshard(source, target, *layout)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="convert")
-def main(cfg: DictConfig) -> None:
-    """Hydra's entry, called once per job of a sweep."""
-    run_task(convert, cfg)
-
-
 if __name__ == "__main__":
-    run_hydra_main(main)
+    run_hydra_main(lambda cfg: run_task(convert, cfg))

@@ -5,9 +5,6 @@ import lmscale.cli.ctrl_c  # noqa: F401
 # isort: split
 import sys
 
-import hydra
-from omegaconf import DictConfig
-
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import command
 from lmscale.config.generate import GenerateConfig
@@ -31,11 +28,9 @@ def generate(values: dict) -> None:
         print(f"type prompts: {more}", file=sys.stderr)
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="generate")
-def main(cfg: DictConfig) -> None:
-    """Hydra's entry, called once per job of a sweep."""
-    run_task(generate, cfg)
-
-
 if __name__ == "__main__":
-    run_hydra_main(main, literal=("ckpt", "prompt", "file", "out", "tokenizer.path"), joins_ranks=True)
+    run_hydra_main(
+        lambda cfg: run_task(generate, cfg),
+        literal=("ckpt", "prompt", "file", "out", "tokenizer.path"),
+        joins_ranks=True,
+    )

@@ -7,9 +7,6 @@ import dataclasses
 import json
 import sys
 
-import hydra
-from omegaconf import DictConfig
-
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import ROOT, command, of_training
 from lmscale.config.plan import PlanConfig
@@ -60,14 +57,8 @@ def measure(question: PlanConfig, overrides: list[str]) -> None:
     print(json.dumps(record, indent=1) if question.json else format_measured(record, question.record, best))
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="plan")
-def main(cfg: DictConfig) -> None:
-    """Hydra's entry, called once per job of a sweep."""
-    run_task(plan, cfg)
-
-
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         print("note: without keys this is model=gpt_8.3b cluster=dgx2h_v100 parallel=auto; see --help", file=sys.stderr)
         sys.argv.append("parallel=auto")
-    run_hydra_main(main)
+    run_hydra_main(lambda cfg: run_task(plan, cfg))

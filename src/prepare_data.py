@@ -5,9 +5,6 @@ import lmscale.cli.ctrl_c  # noqa: F401
 # isort: split
 import shutil
 
-import hydra
-from omegaconf import DictConfig
-
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import command
 from lmscale.config.corpus import PrepareConfig
@@ -38,11 +35,5 @@ def prepare(values: dict) -> None:
         raise ValueError(f"the preparation stopped; the same command continues it: {error}") from error
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="prepare_data")
-def main(cfg: DictConfig) -> None:
-    """Hydra's entry, called once per job of a sweep."""
-    run_task(prepare, cfg)
-
-
 if __name__ == "__main__":
-    run_hydra_main(main)
+    run_hydra_main(lambda cfg: run_task(prepare, cfg))

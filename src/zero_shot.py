@@ -3,9 +3,6 @@
 import lmscale.cli.ctrl_c  # noqa: F401
 
 # isort: split
-import hydra
-from omegaconf import DictConfig
-
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import use_model
 from lmscale.config.zero_shot import ZeroShotConfig
@@ -28,11 +25,5 @@ def evaluate(values: dict) -> None:
         print(f"use: {use_model(config.ckpt, 'gpt')}")
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="zero_shot")
-def main(cfg: DictConfig) -> None:
-    """Hydra's entry, called once per job of a sweep."""
-    run_task(evaluate, cfg)
-
-
 if __name__ == "__main__":
-    run_hydra_main(main, joins_ranks=True)
+    run_hydra_main(lambda cfg: run_task(evaluate, cfg), joins_ranks=True)

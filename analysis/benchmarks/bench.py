@@ -11,9 +11,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-import hydra
-from omegaconf import DictConfig
-
 from analysis.benchmarks.config import BenchConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.results import record_path, report
@@ -46,11 +43,5 @@ def bench(values: dict) -> None:
     report(record, path)
 
 
-@hydra.main(version_base="1.3", config_path="../../conf", config_name="bench")
-def main(cfg: DictConfig) -> None:
-    """Hydra's entry, called once per job of a sweep."""
-    run_task(bench, cfg)
-
-
 if __name__ == "__main__":
-    run_hydra_main(main)
+    run_hydra_main(lambda cfg: run_task(bench, cfg))

@@ -43,11 +43,12 @@ def test_closed_standard_streams_end_nothing(monkeypatch) -> None:
         monkeypatch.setattr(sys, name, None)
     descriptors = []
 
-    def use_them() -> None:
+    def use_them(_: None) -> None:
         print("a line", flush=True)
         assert sys.stdin.read() == "" and not sys.stdout.isatty()
         descriptors.extend(stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
+    monkeypatch.setattr("hydra.main", lambda **_: lambda job: lambda: job(None))
     run_hydra_main(use_them)
     assert [os.get_inheritable(number) for number in descriptors] == [True] * 3  # the ranks have them too
 

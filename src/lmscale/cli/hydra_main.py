@@ -15,8 +15,9 @@ import tempfile
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
+import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -26,33 +27,45 @@ from omegaconf.errors import OmegaConfBaseException
 from ..launcher import is_first_rank
 from . import ctrl_c
 from . import literal as literal_values
+from .conf_files import CONF, entry_point
 from .errors import USER_ERROR, WANTS_TRACEBACK, exit_with
 from .help import help_text
 
 _task_is_running = False
 
 
-def run_hydra_main(main: Callable[[], None], literal: Collection[str] = (), joins_ranks: bool = False) -> None:
-    """Run a `@hydra.main` function; mistakes in overrides and configuration become `error: ...` and exit code 2.
+def run_hydra_main(
+    job: Callable[[DictConfig], Any],
+    literal: Collection[str] = (),
+    joins_ranks: bool = False,
+    before: Callable[[], None] | None = None,
+) -> None:
+    """Run a job, or each of a sweep, by Hydra; mistakes in overrides and configuration become `error: ...` and exit
+    code 2.
 
     HYDRA_FULL_ERROR=1 in the environment shows the traceback instead.
 
     Args:
+        job: of the script, by whose file Hydra names it; a searching sweeper takes what it returns.
         literal: keys whose value is any text, taken literally: with commas, quotes, brackets, `=`, `$`, line
             ends, or as `null`.
         joins_ranks: whether the entry point joins the ranks that a launcher has started; the others run in any job.
+        before: called after the options are in order and before Hydra reads them.
     """
     _open_closed_streams()
     literal_values.set_aside(literal)
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        main = partial(print, help_text(), flush=True)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else a first run prints that it found fonts
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
         _put_options_last()
         if joins_ranks:
             _use_temporary_folders_on_other_ranks()
-        main()
+        if {"--help", "-h"} & set(sys.argv[1:]):
+            print(help_text(), flush=True)
+        else:
+            if before is not None:
+                before()
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry_point())(job)()
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr, flush=True)
