@@ -117,8 +117,10 @@ def _groups_of(hint: Any) -> list[type]:
 
 
 def _documented_fields(cls: type) -> dict[str, str]:
-    """The lines of `Args:` in the docstrings of a class and its bases (Google form), by field."""
-    sections = (re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(c), re.S | re.M) for c in cls.__mro__[:-1])
+    """The lines of `Args:` in the docstrings of a class and its bases (Google form), by field; its own precede."""
+    sections = (
+        re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(c), re.S | re.M) for c in reversed(cls.__mro__[:-1])
+    )
     entries = [e for found in sections if found for e in re.split(r"\n(?=\S)", textwrap.dedent(found[1]).strip())]
     found = dict(entry.split(":", 1) for entry in entries)
     return {name.split()[0]: re.sub(r"\bNone\b", "null", " ".join(text.split())) for name, text in found.items()}

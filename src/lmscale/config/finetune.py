@@ -20,16 +20,7 @@ from .checks import (
     is_line,
     require,
 )
-from .from_dict import EntryConfig
-from .pretrain import ParallelConfig
-from .training import (
-    Formula,
-    OptimizerConfig,
-    PrecisionConfig,
-    ScheduleConfig,
-    require_loss_scale_halves,
-    require_moments_fit,
-)
+from .training import Formula, ScheduleConfig, TrainingRequest, require_loss_scale_halves
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
 TABLE_COLUMNS = ("id", "first", "second", "label")  # of a user's own task
@@ -193,11 +184,10 @@ class FinetuneTrainer(Checked):
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(EntryConfig):
+class FinetuneConfig(TrainingRequest):
     """One finetuning of a BERT.
 
     Args:
-        name: of the run in its record.
         run_dir: Hydra's run folder.
         ckpt: checkpoint of lmscale at any layout (pretrained, imported or finetuned), or a folder with `step_*.ckpt`.
         size: row of Table 6.
@@ -216,18 +206,12 @@ class FinetuneConfig(EntryConfig):
         fidelity: which source sets the points on which the paper and the released code differ.
     """
 
-    name: str
     run_dir: str
     ckpt: PathText
     task: TaskConfig
     size: str
     tokenizer: TokenizerPath
-    parallel: ParallelConfig
     trainer: FinetuneTrainer
-    optimizer: OptimizerConfig
-    precision: PrecisionConfig
-    micro_batch_size: Positive
-    global_batch_size: Positive
     cache_dir: str | None = None
     from_scratch: bool = False
     new_pooler: bool = False
@@ -244,7 +228,6 @@ class FinetuneConfig(EntryConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.precision.refuse_float8()
-        require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         # Batches are as long as their longest input, and layers are not compiled.
         for name in ("sequence_parallel", "batch_halves"):

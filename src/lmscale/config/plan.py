@@ -6,10 +6,8 @@ from pathlib import Path
 
 from .checks import Checked, Count, PathText, Positive, check, require
 from .cluster import Cluster, read_cluster
-from .from_dict import EntryConfig
-from .layout import ParallelConfig
 from .model import ModelConfig, require_positions
-from .training import OptimizerConfig, PrecisionConfig, TrainerConfig, require_moments_fit
+from .training import TrainerConfig, TrainingRequest
 from .validation import describe_excess
 
 # Keys of a recipe or a fidelity that cost nothing, accepted so that a command line of train.py can be planned.
@@ -28,16 +26,13 @@ class PlanData(Checked):
 
 
 @dataclass(frozen=True)
-class PlanConfig(EntryConfig):
+class PlanConfig(TrainingRequest):
     """One request to the planner.
 
     Args:
         name: shown above the answer.
         model: its sizes.
-        parallel: sizes, or `auto` as in a run.
         cluster: that it would run on.
-        micro_batch_size: sequences per rank and forward pass.
-        global_batch_size: sequences of one optimizer step.
         record: where `measure` writes its record.
         num_devices: devices of the job; None: as many as the cluster and the batch allow.
         best: rank all layouts, with and without `parallel.zero1` and `batch_halves`, instead of planning one.
@@ -48,16 +43,10 @@ class PlanConfig(EntryConfig):
         measure: train this many of the best modelled layouts for a few steps on this machine; 0: none.
     """
 
-    name: str
     model: ModelConfig
-    parallel: ParallelConfig
     cluster: Cluster
-    precision: PrecisionConfig
     data: PlanData
     trainer: TrainerConfig
-    optimizer: OptimizerConfig
-    micro_batch_size: Positive
-    global_batch_size: Positive
     record: PathText
     num_devices: Positive | None = None
     best: bool = False
@@ -77,7 +66,6 @@ class PlanConfig(EntryConfig):
             require(self, f"parallel.{name}", rule, getattr(self.parallel, name) in free or not self.measure)
         require_positions(self)
         require(self, "operations", "false with best=true", not (self.operations and self.best))
-        require_moments_fit(self.optimizer.moments, self.precision.dtype)
         peaks = self.cluster.peaks
         if peaks.tf32 is not None and self.trainer.matmul_precision != "highest":  # as the run multiplies
             peaks = dataclasses.replace(peaks, fp32=peaks.tf32)

@@ -9,19 +9,17 @@ from typing import Literal
 
 from .checks import Checked, Count, Positive, Seed, Steps, refuse, require
 from .data import DataConfig, TokenizerConfig
-from .from_dict import EntryConfig, keys_of
+from .from_dict import keys_of
 from .layout import BatchConfig, Layout, ParallelConfig
 from .model import FLOAT8_MULTIPLE, ModelConfig, from_file, require_positions, to_file
 from .training import (
     RESUME_RULE,
     CheckpointConfig,
-    OptimizerConfig,
-    PrecisionConfig,
     ResumeConfig,
     ScheduleConfig,
     TrainerConfig,
+    TrainingRequest,
     require_loss_scale_halves,
-    require_moments_fit,
 )
 
 
@@ -48,15 +46,12 @@ class LoggerConfig(Checked):
 
 
 @dataclass(frozen=True)
-class RunConfig(EntryConfig):
+class RunConfig(TrainingRequest):
     """One pretraining run.
 
     Args:
-        name: short name of the run in its record.
         run_dir: Hydra's run folder, absolute.
         model: its sizes; `vocab_size` None means the tokenizer's.
-        micro_batch_size: sequences per rank and forward pass.
-        global_batch_size: sequences of one optimizer step, over all ranks and accumulated micro-batches.
         seed: of initial weights, sample order and dropout.
         max_restarts: restarts from the newest intact checkpoint after a rank has died, if lmscale starts the ranks.
         loss_reduction: `token_mean` divides by the scored tokens of the global batch; `mean_of_means` averages means of
@@ -72,20 +67,14 @@ class RunConfig(EntryConfig):
         kernels: of LayerNorm; `auto`: apex on a GPU if it is installed and nothing is compiled.
     """
 
-    name: str
     run_dir: str
     model: ModelConfig
     data: DataConfig
     tokenizer: TokenizerConfig
-    parallel: ParallelConfig
     trainer: TrainerConfig
-    optimizer: OptimizerConfig
     schedule: ScheduleConfig
-    precision: PrecisionConfig
     checkpoint: CheckpointConfig
     logger: LoggerConfig
-    micro_batch_size: Positive
-    global_batch_size: Positive
     seed: Seed = 1234
     deterministic: bool = False
     compile: bool | Literal["auto"] = "auto"
@@ -106,7 +95,6 @@ class RunConfig(EntryConfig):
         ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)
-        require_moments_fit(self.optimizer.moments, self.precision.dtype)
         require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         self._check_sizes()
 

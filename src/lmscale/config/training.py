@@ -16,6 +16,8 @@ from .checks import (
     refuse,
     require,
 )
+from .from_dict import EntryConfig
+from .layout import ParallelConfig
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
 RESUME_RULE = "none, auto or the path of a checkpoint"
@@ -134,16 +136,6 @@ class TrainerConfig(Checked):
         require(self, length, f"at most `max_steps` ({self.max_steps})", getattr(self, length) <= self.max_steps)
 
 
-def require_moments_fit(moments: str, dtype: str) -> None:
-    """Refuse moments in bf16 with weights in fp64, whose update is not in fp32.
-
-    Raises:
-        ValueError: naming both.
-    """
-    if moments == "bf16" and dtype == "fp64":
-        raise ValueError("`optimizer.moments` must be fp32 with precision=fp64, but is 'bf16'")
-
-
 @dataclass(frozen=True)
 class PrecisionConfig(Checked):
     """`precision=`: type of weights, activations and gradients. Half types have fp32 masters in the optimizer.
@@ -175,6 +167,33 @@ class PrecisionConfig(Checked):
         """
         if self.dtype == "fp8":
             refuse("precision", "one of fp64, fp32, bf16, fp16 outside pretraining", "fp8")
+
+
+@dataclass(frozen=True)
+class TrainingRequest(EntryConfig):
+    """The keys that a pretraining, a finetuning and the plan of a training share.
+
+    Args:
+        name: of the run in its record.
+        parallel: the grid of ranks, sizes or `auto`.
+        micro_batch_size: sequences per rank and forward pass.
+        global_batch_size: sequences of one optimizer step, over all ranks and accumulated micro-batches.
+
+    Raises:
+        ValueError: an invalid value; moments in bf16 with weights in fp64, whose update is not in fp32.
+    """
+
+    name: str
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    precision: PrecisionConfig
+    micro_batch_size: Positive
+    global_batch_size: Positive
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_wide = self.precision.dtype == "fp64"
+        require(self, "optimizer.moments", "fp32 with precision=fp64", not is_wide or self.optimizer.moments == "fp32")
 
 
 def require_loss_scale_halves(precision: PrecisionConfig, max_skipped_steps: int) -> None:
