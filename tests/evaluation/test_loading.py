@@ -205,11 +205,11 @@ def test_a_model_may_have_more_ids_than_the_tokenizer_of_its_run(tmp_path) -> No
     tokenizer = trained(300)
     config = small_config("gpt", vocab_size=tokenizer.vocab_size + 33, vocab_multiple=1024)
     path = save_gpt(tmp_path / "ours", gpt(config), tokenizer)
-    model, found = check_gpt(GenerateConfig(str(path), prompt="x"))
+    model, found = check_gpt(GenerateConfig(ckpt=str(path), prompt="x"))
     assert (model.vocab_size, found.fingerprint) == (config.vocab_size, tokenizer.fingerprint)
     published = export_hugging_face(path, tmp_path / "published")
     with pytest.raises(ValueError, match=f"whose model has {config.vocab_size} ids, but it has {tokenizer.vocab_size}"):
-        check_gpt(GenerateConfig(str(published), prompt="x"))
+        check_gpt(GenerateConfig(ckpt=str(published), prompt="x"))
 
 
 def test_the_same_tokenizer_in_another_file_format_matches(shared_data, tmp_path) -> None:

@@ -67,8 +67,8 @@ class GenerateTokenizer(Checked):
     name: str | None = None
 
 
-@dataclass(frozen=True)
-class GenerateConfig(EntryConfig):
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(EntryConfig, Sampling):
     """One generation of text.
 
     Args:
@@ -80,9 +80,6 @@ class GenerateConfig(EntryConfig):
         stream: write to the terminal.
         num_samples: of each prompt.
         max_new_tokens: of a sample; None: as many as the model's positions allow.
-        temperature: scores are divided by it; 0: the most probable token.
-        top_k: draw from this many most probable tokens; None: from all.
-        top_p: draw from the fewest most probable tokens whose probabilities add up to it; 1: from all.
         seed: of the samples; they depend neither on `tp_size` nor on the other prompts.
         micro_batch_size: samples generated together.
         precision: its `dtype` is that of weights and arithmetic.
@@ -100,9 +97,6 @@ class GenerateConfig(EntryConfig):
     stream: bool = True
     num_samples: Positive = 1
     max_new_tokens: Positive | None = 64
-    temperature: Temperature = 1.0
-    top_k: Positive | None = None
-    top_p: Share = 1.0
     seed: Seed = 1234
     micro_batch_size: Positive = 8
     precision: PrecisionConfig = PrecisionConfig("fp32")
@@ -122,9 +116,3 @@ class GenerateConfig(EntryConfig):
             )
         is_kept = self.out is not None and not self.interactive
         require(self, "stream", "true where the text would go nowhere else", self.stream or is_kept)
-        _ = self.sampling  # its rules
-
-    @property
-    def sampling(self) -> Sampling:
-        """The keys of `Sampling`."""
-        return Sampling(self.temperature, self.top_k, self.top_p)

@@ -99,7 +99,7 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
     config, tokenizer = job.config, job.reader.tokenizer
     loaded = load_model(config.ckpt, context, DTYPES[config.precision.dtype], device)
     end_id = tokenizer.inner.token_to_id(END_OF_TEXT)
-    generator = Generator(loaded.model, config.sampling, end_id, config.seed)
+    generator = Generator(loaded.model, config, end_id, config.seed)
     is_first = context.tp_rank == 0
     heading = config.num_samples * len(job.prompts or [""]) > 1
     with contextlib.ExitStack() as stack:
