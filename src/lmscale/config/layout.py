@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .checks import Checked, Positive, Rule, refuse, require
 
@@ -128,14 +128,25 @@ class Layout(LayoutOptions):
         """Parts in which layers compute a micro-batch, 1 or 2."""
         return 2 if self.cuts_batch else 1
 
-    def check_micro_batch(self, micro_batch_size: int) -> None:
-        """Check that a micro-batch has two equal halves, if layers compute it in halves.
+    def divide(self, model: Any, micro_batch_size: int, global_batch_size: int, seq_length: int) -> "BatchConfig":
+        """Check that this grid divides a model and its batch; returns how it divides the batch.
+
+        Args:
+            model: a `ModelConfig`.
 
         Raises:
-            ValueError: it has not.
+            ValueError: `tp_size` does not cut the model, or with `sequence_parallel` the sequence, into equal shards;
+                there are fewer layers than stages; with `batch_halves` a micro-batch has no equal halves; or the batch
+                is not a whole number of micro-batches.
         """
+        model.check_tensor_parallel(self.tp_size, self.pad_heads)
+        model.check_stages(self.pp_size)
         if self.cuts_batch and micro_batch_size % 2:
-            raise ValueError(f"`micro_batch_size` must be even with `batch_halves`, but is {micro_batch_size}")
+            refuse("micro_batch_size", "even with `batch_halves`", micro_batch_size)
+        if self.cuts_sequence and seq_length % self.tp_size:
+            rule = f"a multiple of `tp_size` ({self.tp_size}) with `sequence_parallel`"
+            refuse("data.seq_length", rule, seq_length)
+        return BatchConfig(micro_batch_size, global_batch_size, self.dp_size)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,16 +113,13 @@ class RunConfig(TrainingRequest):
             model: with the tokenizer's vocabulary, once that is known.
 
         Raises:
-            ValueError: `tp_size` does not cut the model into equal shards, there are fewer layers than stages, or the
-                batch is not a whole number of micro-batches.
+            ValueError: as `Layout.divide`, or with precision=fp8 sizes that float8 products do not take.
         """
-        config, tp_size = model or self.model, layout.tp_size
+        config = model or self.model
         with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
-            config.check_tensor_parallel(tp_size, layout.pad_heads)
-            config.check_stages(layout.pp_size)
-            layout.check_micro_batch(self.micro_batch_size)
+            batch = layout.divide(config, self.micro_batch_size, self.global_batch_size, self.data.seq_length)
             if self.precision.dtype == "fp8":
-                config.check_float8(tp_size)
+                config.check_float8(layout.tp_size)
                 multiple = FLOAT8_MULTIPLE * layout.batch_parts
                 if self.micro_batch_size * self.data.seq_length % multiple:
                     raise ValueError(
@@ -130,10 +127,7 @@ class RunConfig(TrainingRequest):
                         f"precision=fp8{' and `batch_halves`' if layout.cuts_batch else ''}, "
                         f"but is {self.micro_batch_size} x {self.data.seq_length}"
                     )
-            is_cut = layout.sequence_parallel and self.data.seq_length % tp_size
-            rule = f"a multiple of `tp_size` ({tp_size}) with `sequence_parallel`"
-            require(self, "data.seq_length", rule, not is_cut)
-            return BatchConfig(self.micro_batch_size, self.global_batch_size, layout.dp_size)
+            return batch
 
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":

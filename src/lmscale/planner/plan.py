@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..config import BatchConfig, Layout, Recompute
+from ..config import Layout, Recompute
 from ..config.cluster import Cluster
 from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
@@ -35,15 +35,7 @@ class Plan:
         assert job.on_gpu == cluster.is_gpu
         if layout.world_size > cluster.num_devices:
             raise ValueError(f"{layout.formula} must be at most the {cluster.num_devices:,} devices of {cluster.name}")
-        if layout.cuts_sequence and job.seq_length % layout.tp_size:
-            raise ValueError(
-                f"`data.seq_length` must be a multiple of `tp_size` ({layout.tp_size}) with `sequence_parallel`, "
-                f"but is {job.seq_length}"
-            )
-        layout.check_micro_batch(job.micro_batch_size)
-        BatchConfig(job.micro_batch_size, job.global_batch_size, layout.dp_size)  # raises if it does not divide
-        job.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
-        job.config.check_stages(layout.pp_size)
+        layout.divide(job.config, job.micro_batch_size, job.global_batch_size, job.seq_length)
 
     @property
     def num_devices(self) -> int:
