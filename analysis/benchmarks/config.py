@@ -4,7 +4,7 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lmscale.config import Recompute, TransformerConfig
+from lmscale.config import TransformerConfig
 from lmscale.config.checks import AboveZero, Accelerator, AtLeastZero, Checked, Positive, Seed
 from lmscale.config.from_dict import build, keys_of, to_plain
 from lmscale.config.model import FLOAT8_MULTIPLE, ModelConfig
@@ -78,8 +78,8 @@ class BenchConfig(Checked):
             raise ValueError(f"`model.vocab_size` must be at least 2, but is {config.vocab_size}")
         if self.length < 2:
             raise ValueError(f"`seq_length` must be at least 2, but is {self.length}")
-        if self.cuda_graphs and config.recompute is not Recompute.NONE:
-            raise ValueError(f"`cuda_graphs` must be false with model.recompute={config.recompute.value}, but is true")
+        if self.cuda_graphs and config.recompute != "none":
+            raise ValueError(f"`cuda_graphs` must be false with model.recompute={config.recompute}, but is true")
         if self.precision.dtype == "fp8":
             with keys_of(TransformerConfig, "model."):
                 config.check_float8(tp_size=1)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import yaml
 
 from analysis.scaling.study import with_rates
-from lmscale.config import Layout, Recompute, TransformerConfig
+from lmscale.config import RECOMPUTE_MODES, Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
 from lmscale.planner.memory import GIB
@@ -103,7 +103,7 @@ def plan_of(
     recompute: str = "none",
 ) -> Plan:
     """The plan of one step on the devices of a layout."""
-    config = dataclasses.replace(model(name), recompute=Recompute(recompute))
+    config = dataclasses.replace(model(name), recompute=recompute)
     batch, s = micro_batch_size * num_micro_batches * layout.dp_size, config.max_position_embeddings
     return Plan(Workload(config, micro_batch_size, batch, s, dtype, 1, half_moments, compiles=True), layout, cluster)
 
@@ -135,7 +135,7 @@ def rows_of(words: list[str], card: str) -> list[Row]:
         names = {field.name: f"parallel.{field.name}" for field in dataclasses.fields(Layout)}
         layout = Layout(**{name: json.loads(keys[key]) for name, key in names.items() if key in keys})
         count = int(keys["global_batch_size"]) // (b * layout.dp_size)
-        modes = [keys["model.recompute"]] if "model.recompute" in keys else [mode.value for mode in Recompute]
+        modes = [keys["model.recompute"]] if "model.recompute" in keys else RECOMPUTE_MODES
         plans = [plan_of(keys["model"], b, dtype, cluster, count, layout, **options, recompute=mode) for mode in modes]
         plan = next((plan for plan in plans if plan.missing_bytes <= 0), plans[-1])
         return [Row(keys["name"], "train/", plan)]

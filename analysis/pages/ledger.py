@@ -20,7 +20,7 @@ from analysis.ledger.entries import ENTRIES, SHORT_FORM, Entry
 from analysis.norm_order.cells import STATES
 from analysis.scaling.sizes import paper_models
 from analysis.scaling.study import BASELINE_FLOPS_PER_S, MICRO_BATCH, predict_petaflops
-from lmscale.config import Layout, Recompute
+from lmscale.config import Layout
 from lmscale.config.cluster import Cluster
 from lmscale.paper import SEQ_LENGTH
 from lmscale.planner.communication import Collective, micro_batch_collectives
@@ -184,7 +184,7 @@ def _parameters(entry: Entry, context: Context) -> Found:
 @cache
 def _sent() -> tuple[Collective, ...]:
     """Messages of the 2.5 B model's tensor ranks in one micro-batch, without recomputation, which would repeat some."""
-    config = dataclasses.replace(paper_models()["gpt_2.5b"], recompute=Recompute.NONE)
+    config = dataclasses.replace(paper_models()["gpt_2.5b"], recompute="none")
     job = Workload(config, MICRO_BATCH, MICRO_BATCH, SEQ_LENGTH, "fp16", on_gpu=False)
     return tuple(micro_batch_collectives(job, Layout(tp_size=2)))
 

@@ -6,7 +6,7 @@ from functools import cache
 import pandas as pd
 
 from analysis.ledger.entries import paper_shape
-from lmscale.config import Layout, Recompute, TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.paper import BERT_SEQ_LENGTH, BERT_SIZES, BERT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import micro_batch_collectives
 from lmscale.planner.memory import estimate_memory
@@ -57,11 +57,11 @@ def memory_table() -> pd.DataFrame:
     for name, config in paper_models().items():
         seq_length = config.max_position_embeddings
         batch = MICRO_BATCH if seq_length == SEQ_LENGTH else BERT_MICRO_BATCH
-        for recompute in (Recompute.NONE, Recompute.FULL):
+        for recompute in ("none", "full"):
             job = Workload(config, batch, batch, seq_length, "fp16").change(recompute=recompute)
             sizes = [size for size in TP_SIZES if config.num_attention_heads % size == 0]
             found = {f"tp {n}": estimate_memory(job, Layout(tp_size=n)).total / _GIB for n in sizes}
-            rows.append({"model": name, "recompute": recompute.value} | found)
+            rows.append({"model": name, "recompute": recompute} | found)
     return pd.DataFrame(rows).assign(unit="GiB per rank", evidence="predicted")
 
 
@@ -87,7 +87,7 @@ def communication_table() -> pd.DataFrame:
     for name, tp_size in STUDY_TP_SIZES.items():
         row: dict[str, object] = {"model": f"gpt_{name.lower()}", "tensor ranks": tp_size}
         for recompute in ("none", "full"):
-            config = dataclasses.replace(study_model(*SIZES[name]), recompute=Recompute(recompute))
+            config = dataclasses.replace(study_model(*SIZES[name]), recompute=recompute)
             job = Workload(config, MICRO_BATCH, MICRO_BATCH, SEQ_LENGTH, "fp16", on_gpu=False)
             sent = micro_batch_collectives(job, Layout(tp_size=tp_size))
             row[f"all-reduces, recompute {recompute}"] = sum(collective.count for collective in sent)

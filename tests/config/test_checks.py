@@ -46,7 +46,7 @@ def test_every_alternative_of_a_type_fits_and_is_named() -> None:
         check(hint, value, "key")
     assert in_words(hint) == "auto or a whole number of at least 1 or null"
     check(AboveZero, 3, "key")
-    check(Recompute, Recompute.FULL, "key")
+    check(Recompute, "full", "key")
 
 
 WIKITEXT = {"run_dir": "x", "task": {"name": "wikitext103", "path": "wiki.txt"}}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import tiny_run
 
-from lmscale.config import Recompute, TransformerConfig
+from lmscale.config import TransformerConfig
 from lmscale.config.family import BUILT_IN, check_loads, family_of, load
 from lmscale.config.model import ModelConfig
 from lmscale.config.pretrain import RunConfig
@@ -99,12 +99,12 @@ OPEN = ModelConfig("gpt", 1, 8, 2, None, 16, vocab_multiple=8, recompute="auto",
 
 
 def test_an_unresolved_config_is_resolved_once_and_then_built() -> None:
-    for unresolved in ((None, "exact", Recompute.NONE), (9, "auto", Recompute.NONE), (9, "exact", "auto")):
+    for unresolved in ((None, "exact", "none"), (9, "auto", "none"), (9, "exact", "auto")):
         with pytest.raises(ValueError, match="must be .*, but is '?(null|auto)"):
             OPEN.resolve(*unresolved)
-    resolved = OPEN.resolve(9, "exact", Recompute.FULL)
-    assert (resolved.padded_vocab_size, resolved.recompute, resolved.attention) == (16, Recompute.FULL, "exact")
-    assert resolved.resolve(7, "sdpa", Recompute.NONE) == resolved
+    resolved = OPEN.resolve(9, "exact", "full")
+    assert (resolved.padded_vocab_size, resolved.recompute, resolved.attention) == (16, "full", "exact")
+    assert resolved.resolve(7, "sdpa", "none") == resolved
     build_model(resolved, ParallelContext(), seed=1)
 
 

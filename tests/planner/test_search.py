@@ -8,7 +8,7 @@ import pytest
 from paper_models import paper_model
 from test_step_time import CLUSTER
 
-from lmscale.config import Layout, Recompute
+from lmscale.config import RECOMPUTE_MODES, Layout
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.plan import Plan
@@ -33,7 +33,7 @@ def job(name: str = "gpt_2.5b", batch: int = 48, **changes: object) -> Workload:
 def every_plan(a_job: Workload, num_devices: int, zero1: bool = False) -> list[Plan]:
     """Every layout of all `num_devices` that a `Plan` accepts, by brute force."""
     plans = []
-    for tp_size, b, mode in itertools.product(range(1, num_devices + 1), range(1, 65), Recompute):
+    for tp_size, b, mode in itertools.product(range(1, num_devices + 1), range(1, 65), RECOMPUTE_MODES):
         if num_devices % tp_size == 0:
             try:
                 layout = Layout(tp_size=tp_size, dp_size=num_devices // tp_size, zero1=zero1)
@@ -79,14 +79,14 @@ def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:
 )
 def test_the_nearest_layout_keeps_the_devices_and_changes_the_least(mode: str, wanted: tuple, nearest: tuple) -> None:
     tp_size, dp_size, b = wanted
-    found = nearest_plan(job().change(b, Recompute(mode)), Layout(tp_size=tp_size, dp_size=dp_size), CLUSTER)
+    found = nearest_plan(job().change(b, mode), Layout(tp_size=tp_size, dp_size=dp_size), CLUSTER)
     assert found.num_devices == tp_size * dp_size
     assert (found.layout.tp_size, found.layout.dp_size, found.job.micro_batch_size) == nearest
 
 
 def test_the_nearest_layout_keeps_the_options() -> None:
     wanted = Layout(tp_size=2, dp_size=4, sequence_parallel=True, zero1=True, batch_halves=True)
-    found = nearest_plan(job().change(3, Recompute.FULL), wanted, CLUSTER)
+    found = nearest_plan(job().change(3, "full"), wanted, CLUSTER)
     assert (found.layout, found.job.micro_batch_size) == (wanted, 4)
 
 
@@ -161,7 +161,7 @@ def test_an_unusable_number_of_devices_is_refused_with_the_usable_ones_below_and
 
 
 def test_the_mfu_follows_from_the_step() -> None:
-    plan = Plan(job().change(2, Recompute.FULL), Layout(tp_size=2, dp_size=4), CLUSTER)
+    plan = Plan(job().change(2, "full"), Layout(tp_size=2, dp_size=4), CLUSTER)
     assert plan.mfu * plan.time.total * 8 * 200e12 == pytest.approx(plan.model_flops)
 
 
@@ -189,13 +189,13 @@ def test_two_cores_have_four_layouts_and_two_gpus_too() -> None:
 def test_layouts_of_a_machine_divide_the_batch_and_fit() -> None:
     cpu = load_cluster(CLUSTERS / "cpu.yaml")
     a_job = dataclasses.replace(job("gpt_355m", 6), dtype="fp32", on_gpu=False).change(6)
-    jobs = [a_job, a_job.change(recompute=Recompute.FULL)]
+    jobs = [a_job, a_job.change(recompute="full")]
     assert {p.layout for p in rank_on_machine(jobs, cpu, 2, Layout())} == {Layout(), Layout(tp_size=2)}
     needed = estimate_memory(a_job, Layout(tp_size=2)).total
     small = dataclasses.replace(cpu, memory_gib=0.5 + (needed - 1) / GIB)
     assert {(p.layout.tp_size, p.recompute) for p in rank_on_machine(jobs, small, 2, Layout())} == {
-        (1, Recompute.NONE),  # with the memory of both cores
-        (2, Recompute.FULL),
+        (1, "none"),  # with the memory of both cores
+        (2, "full"),
     }
 
 

@@ -13,7 +13,7 @@ from runs import assert_same_run, read_record, tiny_run, train_here
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.config import Layout, Recompute
+from lmscale.config import Layout
 from lmscale.kernels import PLAIN, Kernels
 from lmscale.launcher import World
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
@@ -149,10 +149,10 @@ def job_that_measures() -> SimpleNamespace:
 
 
 def test_only_rank_0_measures_and_decides() -> None:
-    theirs = Kernels(compiles=True), "efficient", Recompute.FULL
+    theirs = Kernels(compiles=True), "efficient", "full"
     strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: theirs)
     model, kernels = agree_on_kernels(job_that_measures(), None, strategy)
-    assert (model.attention, model.recompute, kernels.compiles) == ("efficient", Recompute.FULL, True)
+    assert (model.attention, model.recompute, kernels.compiles) == ("efficient", "full", True)
 
 
 @pytest.mark.parametrize("before, attention", [("gpu", "efficient"), ("cpu", "flash")])

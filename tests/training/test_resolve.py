@@ -12,7 +12,7 @@ from entry_points import slurm_task
 from lightning.pytorch.utilities import rank_zero_only
 from runs import tiny_run
 
-from lmscale.config import Layout, Recompute
+from lmscale.config import Layout
 from lmscale.config.layout import ParallelConfig
 from lmscale.data import sampler
 from lmscale.data.sampler import Blend, RunSamples, resolve_validation
@@ -76,13 +76,11 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     monkeypatch.setattr(resuming, "read_metadata", lambda path: before)
     monkeypatch.setattr(resuming, "find_checkpoint", lambda run: "checkpoint")
     job = Workload.of(run, attention="exact")
-    none, selective = (
-        estimate_memory(job.change(recompute=mode), Layout()).total for mode in (Recompute.NONE, Recompute.SELECTIVE)
-    )
+    none, selective = (estimate_memory(job.change(recompute=mode), Layout()).total for mode in ("none", "selective"))
     assert selective < none
     gpu_of(none - 1)  # enough for a fused core
     model = resolve.check(run).model
-    assert (model.attention, model.recompute) == ("exact", Recompute.SELECTIVE)
+    assert (model.attention, model.recompute) == ("exact", "selective")
 
 
 @pytest.mark.parametrize(

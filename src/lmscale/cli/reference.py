@@ -6,7 +6,6 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -134,7 +133,6 @@ def _default(field: dataclasses.Field, name: str, conf: DictConfig) -> str:
         return "-"
     chosen = OmegaConf.select(conf, name, default=value)
     value = value if OmegaConf.is_config(chosen) else chosen
-    value = value.value if isinstance(value, Enum) else value
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 

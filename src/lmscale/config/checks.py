@@ -14,7 +14,6 @@ import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -148,8 +147,6 @@ def _base(kind: Any) -> Any:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return tuple(member.value for member in kind)
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 

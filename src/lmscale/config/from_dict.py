@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from typing import Any, get_args, get_origin
 
 from .checks import Checked, check, did_you_mean, hints_of, kinds_of, refuse
@@ -70,8 +69,6 @@ def to_plain(value: object) -> object:
         return {key_of(f): to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, Enum):
-        return value.value
     return list(value) if isinstance(value, (list, tuple)) else value
 
 

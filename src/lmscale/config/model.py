@@ -8,9 +8,8 @@ import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..partition import stage_layers
 from .checks import AboveZero, Checked, Fraction, Positive, check, require
@@ -19,18 +18,11 @@ from .family import Family, family_of, load
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 BASES = ("base_hidden_size", "base_num_layers", "base_head_size")
 Attention = Literal["sdpa", "flash", "efficient", "exact"]
-
-
-class Recompute(str, Enum):
-    """What the backward pass recomputes instead of keeping in memory (section 4.2, activation checkpointing).
-
-    `NONE` keeps everything; `SELECTIVE` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention
-    core, which cost little and communicate nothing; `FULL` keeps one [b, s, h] tensor per layer, as the paper does.
-    """
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
+# What the backward pass recomputes instead of keeping in memory (section 4.2, activation checkpointing). `none` keeps
+# everything; `selective` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention core, which
+# cost little and communicate nothing; `full` keeps one [b, s, h] tensor per layer, as the paper does.
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE_MODES: tuple[Recompute, ...] = get_args(Recompute)  # the least first
 
 
 _FAMILY_IN_FILES = "architecture"  # the name of `family` in checkpoints, records and run folders
@@ -125,15 +117,13 @@ class ModelConfig(Checked):
     base_num_layers: Positive | None = None
     base_head_size: Positive | None = None
     attention: Attention | Literal["auto"] = "sdpa"
-    recompute: Recompute | Literal["auto"] = Recompute.NONE
+    recompute: Recompute | Literal["auto"] = "none"
     name: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         family_of(self.family)
         super().__post_init__()
         check(Literal[*_placements()], self.norm_order, "norm_order")
-        if self.recompute != "auto":
-            object.__setattr__(self, "recompute", Recompute(self.recompute))
         check(Literal[*_parametrizations()], self.parametrization, "parametrization")
         rules = _parametrizations()[self.parametrization]
         for name in BASES if self.parametrization == "standard" else () if rules.scales_depth else ("base_num_layers",):
@@ -144,9 +134,7 @@ class ModelConfig(Checked):
         rule = f"a multiple of `num_attention_heads` ({self.num_attention_heads})"
         require(self, "hidden_size", rule, self.hidden_size % self.num_attention_heads == 0)
 
-    def resolve(
-        self, vocab_size: int, attention: str = "sdpa", recompute: Recompute = Recompute.NONE
-    ) -> "TransformerConfig":
+    def resolve(self, vocab_size: int, attention: str = "sdpa", recompute: Recompute = "none") -> "TransformerConfig":
         """This model with the given values where it leaves the choice: a null vocabulary size, an `auto`."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         values["vocab_size"] = self.vocab_size or vocab_size
@@ -291,7 +279,7 @@ class ModelConfig(Checked):
     def to_dict(self) -> dict:
         """Plain values without the name, ready for JSON (`to_file`); `from_dict` gives an equal config back."""
         values = to_file(dataclasses.asdict(self)).items()
-        return {k: v.value if isinstance(v, Enum) else v for k, v in values if k != "name"}
+        return {k: v for k, v in values if k != "name"}
 
 
 def require_positions(run: Any) -> None:
@@ -320,7 +308,7 @@ class TransformerConfig(ModelConfig):
 
     vocab_size: Positive
     attention: Attention = "sdpa"
-    recompute: Recompute = Recompute.NONE
+    recompute: Recompute = "none"
 
     @classmethod
     def from_dict(cls, values: dict) -> "TransformerConfig":

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import Recompute, TransformerConfig
+from ..config import TransformerConfig
 from ..config.family import family_of
 from ..parallel import (
     ColumnParallelLinear,
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
         factor = config.scaling.attention_factor
         self.score_factor = None if factor == 1.0 else factor / math.sqrt(self.head_size)  # None: 1 / sqrt(d)
         self.rows_per_head: int | None = None  # by which the dropout mask counts the heads' rows; None: tokens
-        self.recompute_core = config.recompute is Recompute.SELECTIVE
+        self.recompute_core = config.recompute == "selective"
         padding = config.padded_width(context.tp_size) - hidden
         self.qkv = ColumnParallelLinear(hidden, 3 * hidden, context, config.initializer_std, 3 * padding)
         gains = (2 * self.head_size, 1.0), (self.head_size, config.placement.value_gain(config))  # Q and K; V

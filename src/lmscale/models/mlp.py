@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import Recompute, TransformerConfig
+from ..config import TransformerConfig
 from ..parallel import ColumnParallelLinear, ParallelContext, RowParallelLinear
 
 
@@ -25,7 +25,7 @@ class MLP(nn.Module):
     def __init__(self, config: TransformerConfig, context: ParallelContext) -> None:
         super().__init__()
         self.gelu_approximation = "tanh" if config.gelu_form == "tanh" else "none"
-        self.recompute_gelu = config.recompute is Recompute.SELECTIVE
+        self.recompute_gelu = config.recompute == "selective"
         placement, h, f = config.placement, config.hidden_size, config.ffn_size
         self.up = ColumnParallelLinear(h, f, context, placement.value_gain(config) * config.initializer_std)
         self.down = RowParallelLinear(f, h, context, placement.residual_std(config))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import Recompute, TransformerConfig
+from ..config import TransformerConfig
 from ..config.family import family_of
 from ..parallel import (
     LayerNorm,
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens, token_types, embedding_key, positions) if starts else tokens
         for index in self.own_layers:
             layer, keys = self.layers[index], layer_keys[index]
-            if config.recompute is Recompute.FULL and self.training:
+            if config.recompute == "full" and self.training:
                 x = checkpoint(layer, x, attention_mask, keys, use_reentrant=False)
             else:
                 x = layer(x, attention_mask, keys, cache)

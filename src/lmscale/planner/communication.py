@@ -6,7 +6,7 @@ Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank,
 import dataclasses
 from dataclasses import dataclass
 
-from ..config import Layout, Recompute, TransformerConfig
+from ..config import Layout, TransformerConfig
 from ..partition import rows_at_once
 from .flops import num_recomputed_whole
 from .params import copied_parameters, rank_buffer, rank_parameters, stage_placements
@@ -103,7 +103,7 @@ def micro_batch_collectives(job: Workload, layout: Layout, stage: int = 0) -> li
             continue
         number, num_bytes = (per_layer, job.tokens * width // parts) if is_of_layers else (1, job.tokens * width)
         found.append(Collective(what, kind, "tensor", phase, number, num_bytes))
-        if is_of_layers and phase == "forward" and config.recompute is Recompute.FULL:
+        if is_of_layers and phase == "forward" and config.recompute == "full":
             if what == OUTPUTS and not job.on_gpu:  # the last one of a layer, of the second half, may not be needed
                 number -= len(placements) - num_recomputed_whole(config, placements)
             recomputed.append(Collective(f"{what}, recomputed", kind, "tensor", "backward", number, num_bytes))

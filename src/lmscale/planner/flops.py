@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..config import Recompute, TransformerConfig
+from ..config import TransformerConfig
 
 TERA = 1e12
 
@@ -87,9 +87,9 @@ def hardware_flops_per_step(
     width = config.padded_width(tp_size)
     layers, logits = _forward_flops(config, seq_length, global_batch_size, width)
     flops = 3 * (layers + logits)
-    if config.recompute is Recompute.FULL:
+    if config.recompute == "full":
         return flops + layers
-    if config.recompute is Recompute.SELECTIVE:
+    if config.recompute == "selective":
         num_products = 1 if config.attention == "exact" else 2
         return flops + num_products * 2 * global_batch_size * seq_length**2 * config.num_layers * width
     return flops

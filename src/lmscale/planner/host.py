@@ -1,6 +1,6 @@
 """Time of the host, which launches the kernels of a step one by one while the device works."""
 
-from ..config import Layout, Recompute
+from ..config import Layout
 from .params import rank_buffer, stage_placements
 from .workload import Workload
 
@@ -14,7 +14,7 @@ STEP_S = 0.68e-3  # per step
 
 def host_s(job: Workload, layout: Layout, stage: int = 0) -> float:
     """Seconds for which the host of a rank is busy in one optimizer step."""
-    layer = FORWARD_S * (2 if job.config.recompute is Recompute.FULL else 1) + BACKWARD_S
+    layer = FORWARD_S * (2 if job.config.recompute == "full" else 1) + BACKWARD_S
     micro_batch = MICRO_BATCH_S + len(stage_placements(job.config, layout, stage)) * layer
     buffer = rank_buffer(job.config, layout, stage)
     # With ZeRO stage 1 the part of each piece begins within a parameter.

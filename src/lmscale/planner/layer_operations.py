@@ -6,7 +6,7 @@ b s / p.
 
 from typing import Any
 
-from ..config import Layout, Recompute
+from ..config import Layout
 from .communication import INPUT_GRADIENTS, INPUTS, INPUTS_AGAIN, OUTPUT_GRADIENTS, OUTPUTS
 from .operation import Core, Operation, product
 from .workload import Workload
@@ -73,7 +73,7 @@ class LayerCounts:
         row, inner_gradient = self.own * h, 3 * t * a * e
         found = self._end_backward(row)
         found += self._row_gradients("MLP down", t, h, f)
-        again = t * f * e if self.config.recompute is Recompute.SELECTIVE else 0
+        again = t * f * e if self.config.recompute == "selective" else 0
         found.append(Operation("GELU", "backward", 2 * t * f * e, t * f * e + again))
         # Its first sum is in the kernel of the GELU's gradient, but not in float8, which rounds in between.
         read, launches = (t * f * e, 2) if self.float8 else (0, 1)

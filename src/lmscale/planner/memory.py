@@ -8,7 +8,7 @@ temporaries of single kernels, the padding of the gradient buffer.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..config import Layout, Recompute
+from ..config import Layout
 from ..partition import UPDATED_AT_ONCE_ON_GPU, rows_at_once
 from .params import copied_parameters, distinct_stages, num_rank_parameters, rank_parameters
 from .workload import FP32_BYTES, HALF_BYTES, Workload
@@ -136,9 +136,9 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
     if not is_last:  # what it has sent
         around += input_bytes
     kept, recomputed = {
-        Recompute.NONE: (layer, 0),
-        Recompute.SELECTIVE: (layer, max(_core_bytes(job, layout), _mlp_bytes(job, layout))),
-        Recompute.FULL: (input_bytes, layer - input_bytes),
+        "none": (layer, 0),
+        "selective": (layer, max(_core_bytes(job, layout), _mlp_bytes(job, layout))),
+        "full": (input_bytes, layer - input_bytes),
     }[config.recompute]
     embedding = config.padded_vocab_size // layout.tp_size * h * e if is_first or is_last else 0
     num_kept = min(layout.pp_size - stage, job.num_micro_batches(layout))
@@ -177,7 +177,7 @@ def _is_compiled(job: Workload) -> bool:
 
 def _mlp_bytes(job: Workload, layout: Layout) -> int:
     """Input and output of the GELU that a layer keeps; only the input where the output is computed again."""
-    gelu_again = job.config.recompute is Recompute.SELECTIVE or (_is_compiled(job) and job.dtype == "fp8")
+    gelu_again = job.config.recompute == "selective" or (_is_compiled(job) and job.dtype == "fp8")
     number = 1 if gelu_again else 2
     return number * job.config.ffn_size * job.tokens * job.weight_bytes // layout.tp_size
 
@@ -197,7 +197,7 @@ def _layer_bytes(job: Workload, layout: Layout) -> int:
     if config.hidden_dropout > 0:
         num_masks = 1 if _is_compiled(job) and job.dtype != "fp8" else 2
         num_bytes += num_masks * own  # one byte per element
-    return num_bytes + (0 if config.recompute is Recompute.SELECTIVE else _core_bytes(job, layout))
+    return num_bytes + (0 if config.recompute == "selective" else _core_bytes(job, layout))
 
 
 def keeps_scores(job: Workload) -> bool:

@@ -9,7 +9,7 @@ compares both. Around the layers operations run one by one. Collectives are in `
 
 from collections import Counter
 
-from ..config import Layout, Recompute
+from ..config import Layout
 from ..partition import rows_at_once
 from .layer_operations import LayerCounts
 from .operation import Operation, product, times
@@ -35,9 +35,9 @@ def step_operations(job: Workload, layout: Layout, stage: int = 0) -> list[Opera
     for placement, number in Counter(stage_placements(config, layout, stage)).items():
         layer = LayerCounts(job, layout, placement)
         in_layer = layer.forward("forward") + layer.backward()
-        if config.recompute is Recompute.FULL:
+        if config.recompute == "full":
             in_layer += layer.forward("recomputation")
-        elif config.recompute is Recompute.SELECTIVE:
+        elif config.recompute == "selective":
             in_layer += layer.core_again()
         once += [times(number * parts, operation) for operation in in_layer]
         if parts > 1:

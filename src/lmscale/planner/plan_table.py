@@ -27,11 +27,11 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "global_batch_size": plan.job.global_batch_size,
             "seq_length": plan.job.seq_length,
             "dtype": plan.job.dtype,
-            "recompute": plan.recompute.value,
+            "recompute": plan.recompute,
         },
         "parameters": {"model": plan.parameters.total, "rank": plan.parameters.per_rank},
         "rank_memory_bytes": {
-            mode.value: dataclasses.asdict(memory) | {"total": memory.total} for mode, memory in plan.memory.items()
+            mode: dataclasses.asdict(memory) | {"total": memory.total} for mode, memory in plan.memory.items()
         },
         "usable_bytes": plan.cluster.usable_bytes,
         "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
@@ -132,7 +132,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     """Memory per rank by part, one column per recomputation mode; that of the plan is marked."""
     title = f"memory per rank, GiB ({plan.cluster.usable_bytes / GIB:.1f} usable)"
     estimates = plan.memory.values()
-    heads = [mode.value + ("*" if mode is plan.recompute else "") for mode in plan.memory]
+    heads = [mode + ("*" if mode == plan.recompute else "") for mode in plan.memory]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
     scores = "its" if keeps_scores(plan.job) else "no"
     for part in (*_PARTS, "total"):
@@ -183,7 +183,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
             f"{number:>4}{layout.tp_size:>5}{layout.pp_size if has_stages else '':>{5 * has_stages}}{layout.dp_size:>7}"
             f"{plan.job.micro_batch_size:>7}"
             + "".join(f"{'yes' if getattr(layout, name) else '':>8}" for name in varied)
-            + f"{plan.recompute.value:>11}{plan.needed_bytes / GIB:>9.1f}"
+            + f"{plan.recompute:>11}{plan.needed_bytes / GIB:>9.1f}"
             f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
         )
     lines.append(_expected_error(first))

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ..config import Layout, Recompute, TransformerConfig
+from ..config import RECOMPUTE_MODES, Layout, TransformerConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
@@ -86,10 +86,10 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             f"{describe_shortage(plan)}; {suggest_layout(job, layout, cluster)}"
         )
     fitting = Plan(*found, cluster)
-    if fitting.recompute is not plan.recompute:
+    if fitting.recompute != plan.recompute:
         notes.append(
-            f"with model.recompute={plan.recompute.value} {describe_shortage(plan)}: "
-            f"planned with model.recompute={fitting.recompute.value}"
+            f"with model.recompute={plan.recompute} {describe_shortage(plan)}: "
+            f"planned with model.recompute={fitting.recompute}"
         )
     return fitting, notes + describe_host(fitting)
 
@@ -160,7 +160,7 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
 
 def _jobs_to_try(question: PlanConfig, job: Workload) -> list[Workload]:
     """The job as requested, then in the modes that recompute more if the planner may choose them."""
-    first = list(Recompute).index(job.config.recompute)
+    first = RECOMPUTE_MODES.index(job.config.recompute)
     return job.in_each_mode()[first:] if question.find_recompute else [job]
 
 

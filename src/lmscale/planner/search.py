@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..config import Layout, Recompute
+from ..config import RECOMPUTE_MODES, Layout
 from ..config.cluster import Cluster
 from .memory import GIB, Candidate, estimate_memory, first_that_fits
 from .plan import Plan
@@ -285,7 +285,7 @@ def largest_number(job: Workload, cluster: Cluster, options: Layout) -> int:
 
 def _fits_on(job: Workload, cluster: Cluster, num_devices: int, options: Layout, within_nodes: bool = False) -> bool:
     """Whether some layout fits, tried with the settings that need least memory."""
-    grids, least = _grids(job, options, num_devices), job.change(recompute=Recompute.FULL)
+    grids, least = _grids(job, options, num_devices), job.change(recompute="full")
     if within_nodes:
         grids = [layout for layout in grids if not crosses_nodes(layout, cluster)]
     smallest = ((least.change(b), layout) for layout in grids for b in micro_batch_sizes(job, layout)[:1])
@@ -297,7 +297,7 @@ def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None
 
     Closest in the number of devices, then `tp_size`, then the micro-batch, then the recomputation.
     """
-    modes = list(Recompute)
+    index = RECOMPUTE_MODES.index
 
     def distance(candidate: Candidate) -> tuple[float, float, float, int]:
         other, layout = candidate
@@ -305,7 +305,7 @@ def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None
             abs(math.log2(layout.world_size / wanted.world_size)),
             abs(math.log2(layout.tp_size / wanted.tp_size)),
             abs(math.log2(other.micro_batch_size / job.micro_batch_size)),
-            abs(modes.index(other.config.recompute) - modes.index(job.config.recompute)),
+            abs(index(other.config.recompute) - index(job.config.recompute)),
         )
 
     candidates = _candidates(job, _possible_layouts(job, wanted, cluster.num_devices))

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import Layout, Recompute, TransformerConfig
+from ..config import RECOMPUTE_MODES, Layout, Recompute, TransformerConfig
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
@@ -96,7 +96,7 @@ class Workload:
 
     def in_each_mode(self) -> list["Workload"]:
         """The same training in every recomputation mode, least recomputation first."""
-        return [self.change(recompute=mode) for mode in Recompute]
+        return [self.change(recompute=mode) for mode in RECOMPUTE_MODES]
 
     def overrides(self, layout: Layout) -> str:
         """This job on a grid as overrides of `train.py` and `plan.py`."""
@@ -104,7 +104,7 @@ class Workload:
             f"parallel.tp_size={layout.tp_size} "
             + (f"parallel.pp_size={layout.pp_size} " if layout.pp_size > 1 else "")
             + f"parallel.dp_size={layout.dp_size} "
-            f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute.value}"
+            f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute}"
             + (" parallel.sequence_parallel=true" if layout.sequence_parallel else "")
             + (" parallel.zero1=true" if layout.zero1 else "")
             + (" parallel.batch_halves=true" if layout.batch_halves else "")

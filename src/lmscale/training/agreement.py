@@ -48,7 +48,7 @@ class Agreement:
         """The run as its files have it: the configuration as requested, with what was decided in place of `auto`."""
         values = job.run.to_dict()
         values["trainer"] |= {"accelerator": job.accelerator, "num_validation_samples": job.num_validation_samples}
-        values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute.value}
+        values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute}
         values["optimizer"] |= asdict(self.optimizer)
         return values | {"compile": self.kernels.compiles, "schedule": asdict(self.schedule)}
 

@@ -3,7 +3,7 @@
 import torch
 
 from ..checkpoint import read_metadata
-from ..config import BatchConfig, Layout, Recompute, TransformerConfig
+from ..config import BatchConfig, Layout, TransformerConfig
 from ..config.pretrain import RunConfig
 from ..config.validation import describe_excess, describe_time
 from ..data.prepare import describe_repetition
@@ -129,8 +129,8 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, 
         heads, computed = config.num_attention_heads, config.padded_heads(layout.tp_size)
         effect = f"{computed} computed for {heads}" if computed > heads else "without effect: tp_size divides them"
         options.append(f"padded heads ({effect})")
-    if config.recompute is not Recompute.NONE:
-        options.append(f"recompute {config.recompute.value}")
+    if config.recompute != "none":
+        options.append(f"recompute {config.recompute}")
     if run.optimizer.moments == "bf16":
         options.append("moments in bf16")
     return f"options: {', '.join(options)}\n" if options else ""

@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import Layout, Recompute, TransformerConfig
+from ..config import Layout, TransformerConfig
 from ..config.finetune import FinetuneConfig
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
@@ -117,7 +117,7 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
     there, needed = device_memory(on_gpu), estimate_memory(workload, layout).total
     if needed <= usable_bytes(there, on_gpu, sharing):
         return
-    least = workload.change(2 if layout.batch_halves else 1, Recompute.FULL)
+    least = workload.change(2 if layout.batch_halves else 1, "full")
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
     tp_sizes = auto_tp_sizes(workload, layout.pad_heads)
     tried = [
@@ -140,8 +140,8 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
     modes = [(each, layout) for each in workload.in_each_mode()]
     here = first_that_fits(modes, usable_bytes(there, on_gpu, sharing))
     if here is not None:
-        way_out += f"; here model.recompute={here[0].config.recompute.value} fits"
-    elif fits is not None and fits[0] is workload and workload.config.recompute is not Recompute.FULL:
+        way_out += f"; here model.recompute={here[0].config.recompute} fits"
+    elif fits is not None and fits[0] is workload and workload.config.recompute != "full":
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
     reserved, stages = -usable_bytes(0, on_gpu), f"pp_size {layout.pp_size}, " if layout.pp_size > 1 else ""
     raise ValueError(

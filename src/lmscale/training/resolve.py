@@ -120,7 +120,7 @@ def check(run: RunConfig) -> CheckedRun:
     fit.check_memory(run.name, workload, layout, world)
     if run.checkpoint.async_ or layout.zero1:
         fit.check_copies("parallel.zero1" if layout.zero1 else "checkpoint.async", workload, layout, world)
-    recompute = workload.config.recompute.value
+    recompute = workload.config.recompute
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
     if on_gpu and layout.world_size == 1:
         accelerator.check_same_in_sweep("deterministic", run.deterministic, "cuBLAS")
