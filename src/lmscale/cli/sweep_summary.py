@@ -1,6 +1,5 @@
 """What a `-m` sweep leaves: a table of its runs, best first, and a figure."""
 
-import csv
 import textwrap
 from collections.abc import Collection
 from pathlib import Path
@@ -50,7 +49,8 @@ class SweepSummary(Callback):
         for (metric, loss_over), runs in groups.items():
             runs.sort(key=lambda run: run[metric], reverse="/" not in self.metric)
             print(f"\n{_heading(runs, metric, loss_over, groups)}")
-            print("\n".join(_aligned(runs, _columns(runs, [metric]))))
+            table = _table(runs, [metric])
+            print(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))
         if groups:
             self._write(folder, groups)
 
@@ -61,12 +61,9 @@ class SweepSummary(Callback):
 
     def _write(self, folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         """One table and one figure of all runs."""
-        with open(folder / TABLE, "w", encoding="utf-8", newline="") as file:
-            runs = [run for group in groups.values() for run in group]
-            metrics = list(dict.fromkeys(metric for metric, _ in groups))
-            table = csv.DictWriter(file, _columns(runs, metrics), extrasaction="ignore")
-            table.writeheader()
-            table.writerows(runs)
+        runs = [run for group in groups.values() for run in group]
+        metrics = list(dict.fromkeys(metric for metric, _ in groups))
+        _table(runs, metrics).to_csv(folder / TABLE, index=False, lineterminator="\r\n")
         print(f"table: {folder / TABLE}", flush=True)
         trained = {
             key: [run for run in runs if (folder / run["run"] / "metrics.csv").is_file()]
@@ -88,20 +85,13 @@ def _overrides(record: dict[str, Any]) -> dict[str, str]:
     return {key.lstrip("+"): choice for key, _, choice in parts}
 
 
-def _columns(runs: list[dict[str, Any]], metrics: list[str]) -> list[str]:
-    """The metrics, the run and the keys in which the runs differ."""
-    keys = dict.fromkeys(key for run in runs for key in run if key not in (*metrics, "run"))
-    return [*metrics, "run", *(key for key in keys if len({str(run.get(key)) for run in runs}) > 1)]
+def _table(runs: list[dict[str, Any]], metrics: list[str]) -> Any:
+    """A pandas table of the metrics, the run and the keys in which the runs differ."""
+    import pandas  # takes a second
 
-
-def _aligned(runs: list[dict[str, Any]], columns: list[str]) -> list[str]:
-    rows = [columns, *([_shown(run.get(key, "")) for key in columns] for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    table = pandas.DataFrame(runs, dtype=object)
+    keys = table.columns.drop([*metrics, "run"])
+    return table[[*metrics, "run", *(key for key in keys if table[key].nunique(dropna=False) > 1)]]
 
 
 def _draw(folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
@@ -116,7 +106,7 @@ def _draw(folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> 
     seaborn.set_theme(style="whitegrid")
     figure, panels = plt.subplots(len(groups), figsize=(8, 5 * len(groups)), layout="constrained", squeeze=False)
     for ((metric, loss_over), runs), axes in zip(groups.items(), panels[:, 0], strict=True):
-        tables, (_, _, *keys) = [], _columns(runs, [metric])
+        tables, (_, _, *keys) = [], _table(runs, [metric]).columns
         for run in runs:
             label = ", ".join(f"{key}={run.get(key, '')}" for key in keys) or run["run"]
             tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label, folder=run["run"]))
