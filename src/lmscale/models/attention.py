@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import TransformerConfig
-from ..config.family import family_of
 from ..parallel import (
     ColumnParallelLinear,
     HeadNorm,
@@ -48,7 +47,7 @@ class SelfAttention(nn.Module):
         self.num_local_heads = context.shard(config.padded_heads(context.tp_size))
         self.first_head = context.tp_rank * self.num_local_heads
         self.head_size = config.head_size
-        self.causal = family_of(config.family).is_causal
+        self.causal = config.traits.is_causal
         self.exact = config.attention == "exact"
         self.dropout = config.attention_dropout
         factor = config.scaling.attention_factor

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..config import TransformerConfig
-from ..config.family import family_of
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -61,7 +60,7 @@ def fastest_backend(
     Args:
         micro_batch_size, seq_length: b in sequences, s in tokens.
     """
-    heads, causal = config.padded_heads(tp_size) // tp_size, family_of(config.family).is_causal
+    heads, causal = config.padded_heads(tp_size) // tp_size, config.traits.is_causal
     shape = (micro_batch_size, seq_length, heads, 3, config.head_size)
     qkv = torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
     grad = torch.randn(micro_batch_size, seq_length, heads * config.head_size, dtype=dtype, device=device)

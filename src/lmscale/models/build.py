@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..config import TransformerConfig
-from ..config.family import family_of, load
+from ..config.family import load
 from ..kernels import PLAIN, Kernels, layer_norm_of
 from ..parallel import ColumnParallelLinear, LayerNorm, ParallelContext, RowParallelLinear, initialize_parameters
 
@@ -48,7 +48,7 @@ def build_model(
     """
     if torch.device(device).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # see `attention_backend.preferred_backend`
-    kind = load(family_of(config.family).model)
+    kind = load(config.traits.model)
     with torch.device(device), _default_dtype(dtype):
         model = kind(config, context)
     if seed is not None:

@@ -147,7 +147,7 @@ def model_of(config: TransformerConfig) -> HuggingFaceModel:
     Raises:
         ValueError: there is none, for the family, its norm placement or its `qk_norm`.
     """
-    path = family_of(config.family).hugging_face
+    path = config.traits.hugging_face
     if path is None:
         raise ValueError(
             f"`family` must be one that Hugging Face has here ({', '.join(BUILT_IN)}), but is {config.family}"

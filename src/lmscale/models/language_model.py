@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..config import TransformerConfig
-from ..config.family import family_of, load
+from ..config.family import load
 from ..parallel import ParallelContext, initialize_parameters
 from .parametrization import parametrize
 from .transformer import Transformer
@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: ParallelContext | None = None) -> None:
         super().__init__()
-        if not isinstance(self, load(family_of(config.family).model)):
+        if not isinstance(self, load(config.traits.model)):
             raise ValueError(f"`family` must be that of a {type(self).__name__}, but is {config.family!r}")
         self.config, self.context = config, ParallelContext() if context is None else context
         self.compiles = False

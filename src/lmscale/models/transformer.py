@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..config import TransformerConfig
-from ..config.family import family_of
 from ..parallel import (
     LayerNorm,
     ParallelContext,
@@ -67,7 +66,7 @@ class Transformer(nn.Module):
         std, hidden = config.initializer_std, config.hidden_size
         self.config, self.context, self.uses_cuda_graphs = config, context, False
         self.placement = config.placement  # torch.compile cannot trace how the config finds it
-        family = family_of(config.family)
+        family = config.traits
         self.is_causal = family.is_causal
         if context.is_first_stage or context.is_last_stage:
             rows = config.vocab_size, config.padded_vocab_size
