@@ -182,19 +182,11 @@ def rank_on_machine(jobs: Sequence[Workload], cluster: Cluster, num_devices: int
 
 def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluster:
     """The cluster with `num_joined` of its devices taken as one, and `num_devices` of these."""
-    rates = cluster.roofline
-    return dataclasses.replace(
-        cluster,
-        num_devices=num_devices,
-        memory_gib=num_joined * cluster.memory_gib,
-        roofline=dataclasses.replace(
-            rates,
-            product_tflops=num_joined * rates.product_tflops,
-            copy_gb_s=num_joined * rates.copy_gb_s,
-            attention_forward_tflops=num_joined * rates.attention_forward_tflops,
-            attention_backward_tflops=num_joined * rates.attention_backward_tflops,
-        ),
-    )
+    rates = ("product_tflops", "copy_gb_s", "attention_forward_tflops", "attention_backward_tflops")
+    roofline = cluster.roofline
+    roofline = dataclasses.replace(roofline, **{name: num_joined * getattr(roofline, name) for name in rates})
+    memory_gib = num_joined * cluster.memory_gib
+    return dataclasses.replace(cluster, num_devices=num_devices, memory_gib=memory_gib, roofline=roofline)
 
 
 def with_busy_device(plan: Plan, most: float = 1.0) -> Plan | None:
