@@ -8,7 +8,7 @@ import sys
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import command
 from lmscale.config.generate import GenerateConfig
-from lmscale.launcher import is_first_rank, world_from_outside
+from lmscale.launcher import is_first_rank
 
 
 def generate(values: dict) -> None:
@@ -18,11 +18,7 @@ def generate(values: dict) -> None:
     from lmscale.evaluation import generate_job
     from lmscale.training.runtime.launch import launch
 
-    world, tp_size = world_from_outside(), config.parallel.tp_size
-    if world is not None and world.size != tp_size:
-        raise ValueError(f"`parallel.tp_size` must be the number of ranks ({world.size}), but is {tp_size}")
-    job = generate_job.prepare(config)
-    launch(generate_job.generate, job, tp_size)
+    launch(generate_job.generate, generate_job.prepare(config), config.parallel.tp_size)
     if not config.interactive and is_first_rank():  # standard output is for the text
         more = command("src/generate.py", f"ckpt={config.ckpt}", "interactive=true")
         print(f"type prompts: {more}", file=sys.stderr)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import warm
 from entry_points import REPOSITORY, TINY, environment, refuse, slurm_task, train
-from ranks import free_ports
+from ranks import free_ports, torchrun_rank
 from transformers import BertConfig, BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from lmscale.data.tokenizer import train_tokenizer
@@ -142,6 +142,17 @@ def test_the_record_of_another_run_is_kept(folder: Path) -> None:
     run = zero_shot(*LAMBADA, "ckpt=gpt2", "hydra.run.dir=mine", cwd=folder)
     assert run.returncode == 2 and "`hydra.run.dir` must be a folder without the record of another run" in run.stderr
     assert (folder / "mine" / "record.json").read_text() == "a training's"
+
+
+@pytest.mark.parametrize(
+    "words", [(SCRIPT, *LAMBADA), (str(REPOSITORY / "src" / "generate.py"), "prompt=x", "max_new_tokens=4")]
+)
+def test_another_number_of_ranks_than_that_of_the_layout_is_refused(folder: Path, words: tuple[str, ...]) -> None:
+    started = environment(**torchrun_rank(0, 3))
+    command = [sys.executable, *words, "ckpt=gpt2"]
+    run = subprocess.run(command, cwd=folder, env=started, capture_output=True, text=True, timeout=300)
+    refusal = "the world size must be `parallel.tp_size` x `parallel.dp_size` (1 x 1), but 3 ranks were started"
+    assert run.returncode == 2 and run.stderr.splitlines() == [f"error: {refusal}"]
 
 
 @pytest.mark.slow
