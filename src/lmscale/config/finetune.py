@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from .checks import (
-    Accelerator,
     Checked,
     Count,
     Fraction,
-    MatmulPrecision,
     PathText,
     Positive,
     Rule,
@@ -20,7 +18,7 @@ from .checks import (
     is_line,
     require,
 )
-from .training import Formula, ScheduleConfig, TrainingRequest, require_loss_scale_halves
+from .training import Formula, ScheduleConfig, TrainerOptions, TrainingRequest, require_loss_scale_halves
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
 TABLE_COLUMNS = ("id", "first", "second", "label")  # of a user's own task
@@ -143,7 +141,7 @@ class TokenizerPath(Checked):
 
 
 @dataclass(frozen=True)
-class FinetuneTrainer(Checked):
+class FinetuneTrainer(TrainerOptions):
     """`trainer=`: length and hardware of a finetuning.
 
     Args:
@@ -154,12 +152,8 @@ class FinetuneTrainer(Checked):
         score_every_epoch: score after each epoch, or only at the end.
         pool_batches: examples of similar length are grouped within this many batches; 1: in shuffled order.
         scoring_batch_size: sequences of a rank's forward pass while scoring.
-        max_skipped_steps: steps in a row without a finite gradient before the run fails.
         save: write a checkpoint at the end.
         log_every_steps: steps between rows of metrics.csv.
-        accelerator: `auto`: a GPU if there is one.
-        num_threads: as in pretraining.
-        matmul_precision: as in pretraining.
     """
 
     num_epochs: Count
@@ -169,12 +163,8 @@ class FinetuneTrainer(Checked):
     score_every_epoch: bool = True
     pool_batches: Positive = 64
     scoring_batch_size: Positive = 64
-    max_skipped_steps: Count = 10
     save: bool = True
     log_every_steps: Positive = 10
-    accelerator: Accelerator = "auto"
-    num_threads: Positive | None = None
-    matmul_precision: MatmulPrecision = "high"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -90,8 +90,28 @@ class ScheduleConfig(Checked):
             raise ValueError(f"`schedule.min_lr` must be at most `optimizer.lr` ({lr}), but is {self.min_lr}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerOptions(Checked):
+    """The keys of `trainer=` that pretraining and finetuning share.
+
+    Args:
+        accelerator: `auto`: a GPU if there is one.
+        max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite; those that halve fp16's
+            loss scale do not count.
+        num_threads: CPU threads per rank; None: OMP_NUM_THREADS, else srun's `--cpus-per-task`, else the cores over the
+            local ranks.
+        matmul_precision: of fp32 matrix products (torch.set_float32_matmul_precision): unless `highest`, a GPU may use
+            TF32; with `medium`, a CPU may round to bf16.
+    """
+
+    max_skipped_steps: Count = 10
+    accelerator: Accelerator = "auto"
+    num_threads: Positive | None = None
+    matmul_precision: MatmulPrecision = "high"
+
+
 @dataclass(frozen=True)
-class TrainerConfig(Checked):
+class TrainerConfig(TrainerOptions):
     """`trainer=`: how long to train, and how often to validate (optimizer steps; sequences).
 
     Args:
@@ -102,14 +122,7 @@ class TrainerConfig(Checked):
             `max_validation_share` allows, or all where the corpus has fewer.
         max_validation_share: time of a validation over that of the training between two, with a forward pass as a third
             of a step; above it a run on a GPU is refused, and one on a CPU prints a warning.
-        accelerator: `auto`: a GPU if there is one.
-        max_skipped_steps: steps in a row that may be skipped for a gradient that is not finite; those that halve fp16's
-            loss scale do not count.
         check_replicas_every_steps: how often the ranks compare hashes of tensors that must be equal; 0: never.
-        num_threads: CPU threads per rank; None: OMP_NUM_THREADS, else srun's `--cpus-per-task`, else the cores over the
-            local ranks.
-        matmul_precision: of fp32 matrix products (torch.set_float32_matmul_precision): unless `highest`, a GPU may use
-            TF32; with `medium`, a CPU may round to bf16.
         profiler: `torch` writes a trace of steps 4 to 6 of a start into `profile`, from the tensor ranks of data rank
             0.
         progress_bar: show the progress in one line, on a terminal rewritten, elsewhere every 100 steps.
@@ -120,11 +133,7 @@ class TrainerConfig(Checked):
     validate_every_steps: Count = 0
     num_validation_samples: Literal["auto"] | Positive | None = "auto"
     max_validation_share: AboveZero = 0.05
-    max_skipped_steps: Count = 10
     check_replicas_every_steps: Count = 100
-    accelerator: Accelerator = "auto"
-    num_threads: Positive | None = None
-    matmul_precision: MatmulPrecision = "high"
     profiler: Literal["torch"] | None = None
     progress_bar: bool = True
 
