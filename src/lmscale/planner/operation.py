@@ -20,7 +20,7 @@ BACKWARD_FLOPS = 1.25  # with the scores that the backward pass recomputes
 
 @dataclass(frozen=True)
 class Product:
-    """Equal matrix products [m, k] x [k, n].
+    """Equal matrix products with results [m, n].
 
     Args:
         float8: the operands are float8.
@@ -28,7 +28,6 @@ class Product:
 
     m: int
     n: int
-    k: int
     float8: bool = False
 
     def seconds(self, flops: int, cluster: Cluster, dtype: str) -> float:
@@ -133,7 +132,7 @@ def times(number: int, operation: Operation) -> Operation:
 def product(name: str, phase: str, m: int, n: int, k: int, e: int, float8: bool = False, batch: int = 1) -> Operation:
     """`batch` matrix products in one launch, of operands of e bytes, float8 of one; the result has e."""
     read, written = batch * (1 if float8 else e) * (m * k + k * n), batch * e * m * n
-    return Operation(name, phase, read, written, 1, 2 * batch * m * n * k, Product(m, n, k, float8))
+    return Operation(name, phase, read, written, 1, 2 * batch * m * n * k, Product(m, n, float8))
 
 
 def _in_tiles(width: int) -> int:
