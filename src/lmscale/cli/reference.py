@@ -137,6 +137,5 @@ def _default(field: dataclasses.Field, name: str, conf: DictConfig) -> str:
 
 
 if __name__ == "__main__":
-    REFERENCE.parent.mkdir(parents=True, exist_ok=True)
     REFERENCE.write_text(format_reference(), encoding="utf-8")
     print(f"wrote {REFERENCE}")
