@@ -112,12 +112,8 @@ class Cluster(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self,
-            "reserved_gib",
-            f"at least 0 and below `memory_gib` ({self.memory_gib})",
-            self.reserved_gib < self.memory_gib,
-        )
+        rule = f"at least 0 and below `memory_gib` ({self.memory_gib})"
+        require(self, "reserved_gib", rule, self.reserved_gib < self.memory_gib)
         if not self.dtypes:
             raise ValueError("`peaks` must name the rate of one type at least, but all are null")
 

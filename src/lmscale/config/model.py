@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from ..partition import stage_layers
-from .checks import AboveZero, Checked, Fraction, Positive, check, require
+from .checks import AboveZero, Checked, Fraction, Positive, check, refuse, require
 from .family import Family, family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
@@ -217,10 +217,9 @@ class ModelConfig(Checked):
             ValueError: `pp_size` is above `num_layers`, or the family does not say how to cut its model.
         """
         if pp_size > self.num_layers:
-            raise ValueError(f"`pp_size` must be at most `num_layers` ({self.num_layers}), but is {pp_size}")
+            refuse("pp_size", f"at most `num_layers` ({self.num_layers})", pp_size)
         if pp_size > 1 and self.traits.transformer_inputs is None:
-            rule = f"1 for the family {self.family}, which does not set `transformer_inputs`"
-            raise ValueError(f"`pp_size` must be {rule}, but is {pp_size}")
+            refuse("pp_size", f"1 for the family {self.family}, which does not set `transformer_inputs`", pp_size)
 
     def tensor_parallel_sizes(self, pad_heads: bool = False) -> list[int]:
         """Every `tp_size` that cuts this model into equal shards, ascending; see `check_tensor_parallel`."""
@@ -241,19 +240,15 @@ class ModelConfig(Checked):
         sizes = self.tensor_parallel_sizes(pad_heads)
         if tp_size in sizes:
             return
-        valid = f"valid sizes: {', '.join(map(str, sizes))}"
+        rule, valid = f"a multiple of `tp_size` ({tp_size})", f"valid sizes: {', '.join(map(str, sizes))}"
         heads = self.padded_heads(tp_size) if pad_heads else self.num_attention_heads
         if heads % tp_size:
             way_out = ""
             if tp_size in self.tensor_parallel_sizes(pad_heads=True):
                 way_out = f", which a run with `parallel.pad_heads=true` pads to {self.padded_heads(tp_size)}"
-            raise ValueError(
-                f"`num_attention_heads` must be a multiple of `tp_size` ({tp_size}), but is {heads}{way_out}; {valid}"
-            )
+            refuse("num_attention_heads", rule, heads, f"{way_out}; {valid}")
         if self.ffn_size % tp_size:
-            raise ValueError(
-                f"`ffn_hidden_size` must be a multiple of `tp_size` ({tp_size}), but is {self.ffn_size}; {valid}"
-            )
+            refuse("ffn_hidden_size", rule, self.ffn_size, f"; {valid}")
         if self.vocab_size is not None:
             raise ValueError(
                 f"`vocab_multiple` must pad the vocabulary to a multiple of `tp_size` ({tp_size}) rows, "

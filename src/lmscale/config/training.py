@@ -87,7 +87,7 @@ class ScheduleConfig(Checked):
             ValueError: `min_lr` is above `lr`.
         """
         if self.min_lr > lr:
-            raise ValueError(f"`schedule.min_lr` must be at most `optimizer.lr` ({lr}), but is {self.min_lr}")
+            refuse("schedule.min_lr", f"at most `optimizer.lr` ({lr})", self.min_lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,10 +215,8 @@ def require_loss_scale_halves(precision: PrecisionConfig, max_skipped_steps: int
     """
     largest = max(max_skipped_steps, PrecisionConfig.hysteresis)
     if precision.dtype == "fp16" and precision.hysteresis > largest:
-        raise ValueError(
-            f"`precision.hysteresis` must be at most {largest} with trainer.max_skipped_steps={max_skipped_steps}, "
-            f"but is {precision.hysteresis}"
-        )
+        rule = f"at most {largest} with trainer.max_skipped_steps={max_skipped_steps}"
+        refuse("precision.hysteresis", rule, precision.hysteresis)
 
 
 @dataclass(frozen=True)

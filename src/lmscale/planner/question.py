@@ -3,6 +3,7 @@
 import dataclasses
 
 from ..config import RECOMPUTE_MODES, Layout, TransformerConfig
+from ..config.checks import require
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
@@ -134,11 +135,8 @@ def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:
         ValueError: none divides model and batch, or of those none fits; more `num_devices` are requested than exist.
     """
     job, _ = make_job(question)
-    if (question.num_devices or 0) > num_devices:
-        raise ValueError(
-            f"`num_devices` must be at most the {num_devices} of this machine with `measure`, "
-            f"but is {question.num_devices}"
-        )
+    rule = f"at most the {num_devices} of this machine with `measure`"
+    require(question, "num_devices", rule, (question.num_devices or 0) <= num_devices)
     used, is_free = question.num_devices or num_devices, question.model.recompute == "auto" and question.cluster.is_gpu
     jobs = job.in_each_mode() if is_free else [job]
     plans = rank_on_machine(jobs, question.cluster, used, question.parallel.layout(tp_size=1, pp_size=1, dp_size=1))
