@@ -14,8 +14,8 @@ from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun
 from .runtime.cpu_settings import describe_slow_type
+from .runtime.messages import warn
 from .runtime.session import RankSession
-from .runtime.watchdog import warn
 
 
 def announce(job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from ..shared_files import write_atomically
-from .runtime.watchdog import warn
+from .runtime.messages import warn
 
 
 class MetricsFile(Logger):

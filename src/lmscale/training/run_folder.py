@@ -22,9 +22,9 @@ from .resolve import ResolvedRun
 from .runtime.device_memory import memory_metrics
 from .runtime.exit_codes import DIVERGED, INTERRUPTED
 from .runtime.gpu_settings import device_name, gpu_settings
+from .runtime.messages import print_error, warn
 from .runtime.run_lock import run_folder_errors
 from .runtime.session import RankSession
-from .runtime.watchdog import print_error, warn
 
 METRICS, RECORD = "metrics.csv", "record.json"
 

@@ -7,8 +7,8 @@ import lightning as L
 from ...parallel import ParallelContext, fingerprint, first_difference
 from ...parallel.pipeline import gather_from_stages
 from ..runtime.exit_codes import REPLICAS_DIFFER
+from ..runtime.messages import print_error
 from ..runtime.session import Ending
-from ..runtime.watchdog import print_error
 from ..step.optimizer import MixedPrecisionAdamW
 from .sample_digest import SampleDigest
 

@@ -28,7 +28,7 @@ from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.sampler import RunSamples
 from ...launcher import is_restart
-from ..runtime.watchdog import warn
+from ..runtime.messages import warn
 from ..step.learning_rate import learning_rate_of_update
 from ..strategy import TensorParallelStrategy
 

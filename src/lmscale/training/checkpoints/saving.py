@@ -16,8 +16,8 @@ from ..callbacks.sample_digest import SampleDigest
 from ..callbacks.step_report import StepReport
 from ..resolve import ResolvedRun
 from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
+from ..runtime.messages import print_error
 from ..runtime.session import RankSession
-from ..runtime.watchdog import print_error
 from .resuming import CHECKPOINTS
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ...parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED
-from .watchdog import report
+from .messages import report
 
 # What gloo and torch's store say of a connection whose other end has died.
 _CLOSED = re.compile(r"(Connection closed by peer|Connection reset by peer|Broken pipe|got 0 bytes)(?: \[\S+\d)?")

@@ -9,9 +9,8 @@ import threading
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from .exit_codes import STALLED
+from .messages import print_error, report
 
 _WRITING_S = 10.0  # a file system that does not answer may be why the rank is stuck
 
@@ -104,23 +103,3 @@ class Watchdog:
         thread.start()
         thread.join(_WRITING_S)
         return path if written else None
-
-
-def print_error(message: object) -> None:
-    """Print the line of one rank in a single write, so that lines of ranks that end at the same time do not mix."""
-    print(f"error: {message}\n", end="", file=sys.stderr, flush=True)
-
-
-def warn(message: str) -> None:
-    """Print a warning of one rank in a single write too; nothing for an empty text."""
-    if message:
-        print(f"WARNING: {message}\n", end="", file=sys.stderr, flush=True)
-
-
-def report(error: Exception) -> None:
-    """Print an error, and keep it for the launcher without the traceback of what led to it."""
-    print_error(error)
-    try:
-        raise error from None
-    except type(error):
-        get_error_handler().record_exception(error)
