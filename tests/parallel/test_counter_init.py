@@ -108,4 +108,4 @@ def test_a_checkpoint_does_not_depend_on_the_draw() -> None:
     before = {key: value for key, value in config.to_dict().items() if key != "initializer"}  # of an older version
     for model in (config.to_dict(), before):
         metadata = CheckpointMetadata(1, {}, model, tensors={}, files={}, optimizer={}, run={}, state={})
-        check_model(metadata, dataclasses.replace(config, initializer="generator").to_dict(), "step_1.ckpt")
+        check_model(metadata, dataclasses.replace(config, initializer="generator"), "step_1.ckpt")

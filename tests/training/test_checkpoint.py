@@ -168,11 +168,10 @@ def test_a_checkpoint_of_a_version_with_fewer_keys_is_of_the_model_with_their_de
     defaults = {each.name: each.default for each in dataclasses.fields(TransformerConfig)}
     old = {key: value for key, value in metadata.model.items() if value != defaults.get(key, dataclasses.MISSING)}
     assert {"parametrization", "base_num_layers", "norm_order"} & set(old) == set()
-    check_model(dataclasses.replace(metadata, model=old), metadata.model, "step_6.ckpt")
+    check_model(dataclasses.replace(metadata, model=old), TransformerConfig.from_dict(metadata.model), "step_6.ckpt")
     with pytest.raises(CheckpointError, match="parametrization is 'mup' here and 'standard' there"):
-        check_model(
-            dataclasses.replace(metadata, model=old), metadata.model | {"parametrization": "mup"}, "step_6.ckpt"
-        )
+        mup = TransformerConfig.from_dict(metadata.model | {"parametrization": "mup"})
+        check_model(dataclasses.replace(metadata, model=old), mup, "step_6.ckpt")
 
 
 def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> None:
@@ -184,16 +183,17 @@ def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> 
 
 
 def test_a_base_size_of_null_is_that_of_the_model() -> None:
-    null = TransformerConfig("gpt", 2, 64, 4, 500, 32, parametrization="completep").to_dict()
-    metadata = CheckpointMetadata(1, {}, null, tensors={}, files={}, optimizer={}, run={}, state={})
-    given = null | {"base_hidden_size": 64, "base_num_layers": 2, "base_head_size": 16}
+    null = TransformerConfig("gpt", 2, 64, 4, 500, 32, parametrization="completep")
+    metadata = CheckpointMetadata(1, {}, null.to_dict(), tensors={}, files={}, optimizer={}, run={}, state={})
+    given = dataclasses.replace(null, base_hidden_size=64, base_num_layers=2, base_head_size=16)
     check_model(metadata, given, "step_1.ckpt")
     for key, there in (("base_hidden_size", 64), ("base_num_layers", 2), ("base_head_size", 16)):
         with pytest.raises(CheckpointError, match=f"of another model: {key} is 7 here and {there} there$"):
-            check_model(metadata, given | {key: 7}, "step_1.ckpt")
-    mup = dataclasses.replace(metadata, model=null | {"parametrization": "mup"})  # without a rule for the depth
+            check_model(metadata, dataclasses.replace(given, **{key: 7}), "step_1.ckpt")
+    mup = dataclasses.replace(null, parametrization="mup")  # without a rule for the depth
     with pytest.raises(CheckpointError, match="of another model: num_layers is 3 here and 2 there$"):
-        check_model(mup, mup.model | {"num_layers": 3}, "step_1.ckpt")
+        saved = dataclasses.replace(metadata, model=mup.to_dict())
+        check_model(saved, dataclasses.replace(mup, num_layers=3), "step_1.ckpt")
 
 
 def test_what_does_not_change_the_function_of_the_weights_may_change_on_resume(finished) -> None:
@@ -201,7 +201,7 @@ def test_what_does_not_change_the_function_of_the_weights_may_change_on_resume(f
     free = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "embedding_dropout": 0.3, "recompute": "full"}
     free |= {"attention": "exact", "initializer": "counter", "initializer_std": 0.1, "scale_residual_init": False}
     assert all(metadata.model[key] != value for key, value in free.items())
-    check_model(metadata, metadata.model | free, "step_6.ckpt")
+    check_model(metadata, TransformerConfig.from_dict(metadata.model | free), "step_6.ckpt")
 
 
 def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
@@ -212,7 +212,7 @@ def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
         resolve(tiny_run("gpt", tmp_path, resume=str(finished), **longer))
     metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
     named = dataclasses.replace(metadata, run={"model": {"name": "gpt_small"}})
-    other = metadata.model | {"architecture": "bert"}
+    other = TransformerConfig.from_dict(metadata.model | {"architecture": "bert"})
     with pytest.raises(CheckpointError, match="architecture is 'bert' here and 'gpt' .*; it is of model=gpt_small$"):
         check_model(named, other, "step_6.ckpt")
 
@@ -333,8 +333,8 @@ def test_a_branch_that_would_have_been_another_run_is_refused(finished, tmp_path
     with pytest.raises(ScheduleDiffersError, match=message):
         resolve(run)
     job = resolve(dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="keep")))
-    _, *kept = check_fit(job.run, job.model, job.corpus.content_hash, job.checkpoint)
-    assert kept == [tiny_run("gpt", tmp_path).optimizer, tiny_run("gpt", tmp_path).schedule]
+    kept = check_fit(job.run, job.corpus.content_hash, job.checkpoint, read_metadata(job.checkpoint))
+    assert kept == (tiny_run("gpt", tmp_path).optimizer, tiny_run("gpt", tmp_path).schedule)
 
 
 def test_what_a_resume_keeps_against_the_given_keys_is_printed(finished, tmp_path, capfd) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.training import accelerator, resolve
+from lmscale.training import accelerator, kernel_choice, resolve
 from lmscale.training.checkpoints import resuming
 from lmscale.training.runtime import cpu_settings, gpu_settings
 
@@ -61,7 +61,7 @@ def environment(monkeypatch) -> None:
     """A copy without the allocator's variables, so that what a test sets ends with it."""
     kept = {name: value for name, value in os.environ.items() if name not in accelerator.ALLOCATOR_VARIABLES}
     monkeypatch.setattr(os, "environ", kept)
-    monkeypatch.setattr(accelerator, "_jobs_of_sweep", {})
+    monkeypatch.setattr(accelerator, "_cuda_graphs", set())
 
 
 @pytest.mark.parametrize("name", accelerator.ALLOCATOR_VARIABLES)
@@ -82,11 +82,12 @@ def test_a_sweep_over_cuda_graphs_is_refused_because_its_jobs_share_the_allocato
         accelerator.set_allocator(not cuda_graphs)
 
 
-def test_a_sweep_over_deterministic_is_refused_because_cublas_reads_its_setting_once() -> None:
-    accelerator.check_same_in_sweep("deterministic", False, "cuBLAS")
-    accelerator.check_same_in_sweep("deterministic", False, "cuBLAS")
+def test_a_sweep_over_deterministic_is_refused_because_cublas_reads_its_setting_once(monkeypatch) -> None:
+    monkeypatch.setattr(kernel_choice, "_determinism", set())
+    kernel_choice.check_determinism(False)
+    kernel_choice.check_determinism(False)
     with pytest.raises(ValueError, match="`deterministic` must be the same for all jobs of a sweep"):
-        accelerator.check_same_in_sweep("deterministic", True, "cuBLAS")
+        kernel_choice.check_determinism(True)
 
 
 @pytest.mark.parametrize("requested", ["auto", "gpu"])

@@ -237,18 +237,22 @@ def is_hugging_face(path: Path) -> bool:
     return isinstance(values, dict) and ("model_type" in values or any((path / name).is_file() for name in names))
 
 
-def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str | Path) -> None:
+def check_model(metadata: CheckpointMetadata, model: TransformerConfig, path: str | Path) -> None:
     """Check that a checkpoint is of the given model, and otherwise list all differences.
 
     Raises:
         CheckpointError: sizes, vocabulary, norm order or other keys that define the function differ. Dropout, recompute
             and the attention kernel may differ.
     """
-    saved, model = _effective(metadata.model), _effective(model)
+    try:
+        saved = _effective(TransformerConfig.from_dict(metadata.model))
+    except (TypeError, ValueError):  # written by a version with other keys: compare as is
+        saved = metadata.model
+    here = _effective(model)
     differences = [
-        f"{key} is {model.get(key)!r} here and {saved.get(key)!r} there"
-        for key in sorted((saved.keys() | model.keys()) - _FREE)
-        if saved.get(key) != model.get(key)
+        f"{key} is {here.get(key)!r} here and {saved.get(key)!r} there"
+        for key in sorted((saved.keys() | here.keys()) - _FREE)
+        if saved.get(key) != here.get(key)
     ]
     if differences:
         name = metadata.run.get("model", {}).get("name")
@@ -256,12 +260,8 @@ def check_model(metadata: CheckpointMetadata, model: dict[str, Any], path: str |
         raise CheckpointError(f"checkpoint {Path(path).name} is of another model: {'; '.join(differences)}{of_name}")
 
 
-def _effective(model: dict[str, Any]) -> dict[str, Any]:
-    """Fill in defaults: null compares equal to the value it stands for, and so does a key that a version lacked."""
-    try:
-        config = TransformerConfig.from_dict(model)
-    except (TypeError, ValueError):  # written by a version with other keys: compare as is
-        return model
+def _effective(config: TransformerConfig) -> dict[str, Any]:
+    """A model with its defaults: null compares equal to the value it stands for."""
     chosen = {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
     if config.parametrization != "standard":
         own = {"hidden_size": config.hidden_size, "head_size": config.head_size}

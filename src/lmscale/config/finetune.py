@@ -18,6 +18,7 @@ from .checks import (
     is_line,
     require,
 )
+from .from_dict import EntryConfig
 from .training import Formula, ScheduleConfig, TrainerOptions, TrainingRequest, require_loss_scale_halves
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
@@ -174,7 +175,7 @@ class FinetuneTrainer(TrainerOptions):
 
 
 @dataclass(frozen=True)
-class FinetuneConfig(TrainingRequest):
+class FinetuneConfig(TrainingRequest, EntryConfig):
     """One finetuning of a BERT.
 
     Args:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from .checks import Checked, Count, PathText, Positive, check, require
 from .cluster import Cluster, read_cluster
+from .from_dict import EntryConfig
 from .model import ModelConfig, require_positions
 from .training import TrainerConfig, TrainingRequest
 from .validation import describe_excess
@@ -26,7 +27,7 @@ class PlanData(Checked):
 
 
 @dataclass(frozen=True)
-class PlanConfig(TrainingRequest):
+class PlanConfig(TrainingRequest, EntryConfig):
     """One request to the planner.
 
     Args:

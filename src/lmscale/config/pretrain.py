@@ -9,7 +9,7 @@ from typing import Literal
 
 from .checks import Checked, Count, Positive, Seed, Steps, refuse, require
 from .data import DataConfig, TokenizerConfig
-from .from_dict import keys_of
+from .from_dict import EntryConfig, keys_of
 from .layout import BatchConfig, Layout, ParallelConfig
 from .model import FLOAT8_MULTIPLE, ModelConfig, from_file, require_positions, to_file
 from .training import (
@@ -46,7 +46,7 @@ class LoggerConfig(Checked):
 
 
 @dataclass(frozen=True)
-class RunConfig(TrainingRequest):
+class RunConfig(TrainingRequest, EntryConfig):
     """One pretraining run.
 
     Args:
@@ -115,11 +115,11 @@ class RunConfig(TrainingRequest):
         Raises:
             ValueError: as `Layout.divide`, or with precision=fp8 sizes that float8 products do not take.
         """
-        config = model or self.model
+        config, tp_size = model or self.model, layout.tp_size
         with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
             batch = layout.divide(config, self.micro_batch_size, self.global_batch_size, self.data.seq_length)
             if self.precision.dtype == "fp8":
-                config.check_float8(layout.tp_size)
+                config.check_float8(tp_size)
                 multiple = FLOAT8_MULTIPLE * layout.batch_parts
                 if self.micro_batch_size * self.data.seq_length % multiple:
                     raise ValueError(

@@ -16,7 +16,6 @@ from .checks import (
     refuse,
     require,
 )
-from .from_dict import EntryConfig
 from .layout import ParallelConfig
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
@@ -179,7 +178,7 @@ class PrecisionConfig(Checked):
 
 
 @dataclass(frozen=True)
-class TrainingRequest(EntryConfig):
+class TrainingRequest(Checked):
     """The keys that a pretraining, a finetuning and the plan of a training share.
 
     Args:

@@ -79,11 +79,11 @@ def check_corpus(data: DataConfig, architecture: str) -> None:
     Raises:
         ValueError: a path is missing or has no file of a known suffix, or token files are for another family.
     """
-    if data.kind == "indexed":
-        IndexedCorpus(data, family_of(architecture).corpus)
     for key in ("path", "validation_path"):
         if data.kind == "local" and getattr(data, key) is not None:
             list_files(Path(getattr(data, key)), f"data.{key}")
+    if data.kind == "indexed":
+        IndexedCorpus(data, family_of(architecture).corpus)
 
 
 class TextCorpus:

@@ -11,7 +11,7 @@ from ..launcher import world_from_outside
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
-_jobs_of_sweep: dict[str, bool] = {}  # the values of keys that all jobs of this process must share
+_cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
 
 
 def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
@@ -79,22 +79,8 @@ def set_allocator(cuda_graphs: bool = False) -> None:
     setting = next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), EXPANDABLE)
     if setting != EXPANDABLE:
         return
-    check_same_in_sweep("cuda_graphs", cuda_graphs, "allocator")
+    if _cuda_graphs - {cuda_graphs}:
+        raise ValueError("`cuda_graphs` must be the same for all jobs of a sweep, which share the GPU's allocator")
+    _cuda_graphs.add(cuda_graphs)
     if not cuda_graphs:
         os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
-
-
-def check_same_in_sweep(key: str, value: bool, shared: str) -> None:
-    """Refuse a second job of this process whose `key` differs, where the process itself computes on a GPU.
-
-    `deterministic` is such a key: cuBLAS reads `CUBLAS_WORKSPACE_CONFIG`, which Lightning sets for a deterministic job,
-    only once.
-
-    Args:
-        shared: what the jobs share of the GPU, which is set only once.
-
-    Raises:
-        ValueError: jobs with different values.
-    """
-    if _jobs_of_sweep.setdefault(key, value) != value:
-        raise ValueError(f"`{key}` must be the same for all jobs of a sweep, which share the GPU's {shared}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import check_model, read_metadata
 from ..config import TransformerConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..kernels import Kernels
@@ -76,7 +77,9 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     optimizer, schedule = run.optimizer, run.schedule
     step, train_time_s = 0, 0.0
     if path is not None:  # under torchrun, or back to an older one, not that of `resolve`
-        found, optimizer, schedule = check_fit(run, job.model, job.corpus.content_hash, path)
+        found = read_metadata(path)
+        check_model(found, job.model, path)
+        optimizer, schedule = check_fit(run, job.corpus.content_hash, path, found)
         resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
         if resumes:
             step, train_time_s = found.step, found.state.get("train_time_s", math.nan)

@@ -18,6 +18,7 @@ FLOPS_PER_S_PER_CORE = 0.2e12
 LEAST_SECONDS = 20 * 60
 GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
 FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+_determinism: set[bool] = set()  # of the jobs of this process so far
 
 
 def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, flops: int) -> tuple[Kernels, str | None, str]:
@@ -178,3 +179,16 @@ def check_cuda_graphs(
     for reason, applies in reasons.items():
         if kernels.cuda_graphs and applies:
             raise ValueError(f"`cuda_graphs` must be false {reason}, but is true")
+
+
+def check_determinism(deterministic: bool) -> None:
+    """Refuse a second job of this process whose `deterministic` differs, where the process itself computes on a GPU.
+
+    cuBLAS reads `CUBLAS_WORKSPACE_CONFIG`, which Lightning sets for a deterministic job, only once.
+
+    Raises:
+        ValueError: jobs with and without it.
+    """
+    if _determinism - {deterministic}:
+        raise ValueError("`deterministic` must be the same for all jobs of a sweep, which share the GPU's cuBLAS")
+    _determinism.add(deterministic)

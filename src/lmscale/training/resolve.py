@@ -21,7 +21,7 @@ from ..planner.flops import model_flops_per_step
 from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from . import accelerator, fit
 from .job import Job
-from .kernel_choice import check_cuda_graphs, resolve_kernels
+from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
 from .runtime.run_lock import check_not_in_use
 
 
@@ -72,9 +72,12 @@ def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
     batch = run.check_layout(checked.layout, model)
     resumed = None
     if checked.checkpoint is not None:
+        from ..checkpoint import check_model, read_metadata
         from .checkpoints.resuming import check_fit
 
-        found, _, _ = check_fit(run, model, corpus.content_hash, checked.checkpoint)
+        found = read_metadata(checked.checkpoint)
+        check_model(found, model, checked.checkpoint)
+        check_fit(run, corpus.content_hash, checked.checkpoint, found)
         resumed = None if run.resume.weights_only else found.run
     num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed)
     decided = vars(checked) | {"model": model, "files": files or {}}
@@ -123,7 +126,7 @@ def check(run: RunConfig) -> CheckedRun:
     recompute = workload.config.recompute
     check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
     if on_gpu and layout.world_size == 1:
-        accelerator.check_same_in_sweep("deterministic", run.deterministic, "cuBLAS")
+        check_determinism(run.deterministic)
     check_tokenizer(run.tokenizer, run.model.family)
     return CheckedRun(
         run=run,

@@ -14,14 +14,12 @@ from ...checkpoint import (
     CheckpointMetadata,
     CheckpointVersionError,
     check_files,
-    check_model,
     find_damage,
     list_checkpoints,
     read_metadata,
     set_aside,
 )
 from ...checkpoint.metadata import find_given
-from ...config import TransformerConfig
 from ...config.from_dict import flatten
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
@@ -105,23 +103,22 @@ def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | 
 
 
 def check_fit(
-    run: RunConfig, model: TransformerConfig, corpus_hash: str, path: str
-) -> tuple[CheckpointMetadata, OptimizerConfig, ScheduleConfig]:
-    """Check that a run fits the checkpoint that it starts from; returns its metadata, and the optimizer and schedule.
+    run: RunConfig, corpus_hash: str, path: str, metadata: CheckpointMetadata
+) -> tuple[OptimizerConfig, ScheduleConfig]:
+    """Check that a run fits the checkpoint of its model that it starts from; returns its optimizer and schedule.
 
     Args:
-        model: the run's, with its vocabulary.
         corpus_hash: hash of the tokenized training text.
+        path, metadata: of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is of another model. Unless `resume.weights_only`: the initial weights or the
-            data differ; every difference is listed. The checkpoint is past the end of the run.
+        CheckpointError: unless `resume.weights_only`, the initial weights or the data differ; every difference is
+            listed. The checkpoint is past the end of the run.
         ScheduleDiffersError: the rates so far or the optimizer differ under `resume.schedule=assert`.
     """
-    metadata, name = read_metadata(path), Path(path).name
-    check_model(metadata, model.to_dict(), path)
+    name = Path(path).name
     if run.resume.weights_only:
-        return metadata, run.optimizer, run.schedule
+        return run.optimizer, run.schedule
     if not metadata.optimizer:
         raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
     lacking = [key for key in _COUNTERS if key not in metadata.optimizer] + [
@@ -152,7 +149,7 @@ def check_fit(
             f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
             "the data; `resume.weights_only`=true starts a new run from the weights)"
         )
-    return metadata, *_choose_schedule(run, then, name, metadata.optimizer["num_updates"])
+    return _choose_schedule(run, then, name, metadata.optimizer["num_updates"])
 
 
 def _differences(keys: Iterable[str], run: RunConfig, then: dict[str, Any]) -> list[str]:

@@ -227,7 +227,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             CheckpointError: it is missing, damaged or of another model.
         """
         metadata = read_metadata(checkpoint_path)
-        check_model(metadata, self.lightning_module.config.to_dict(), checkpoint_path)
+        check_model(metadata, self.lightning_module.config, checkpoint_path)
         if "lightning" in metadata.state:
             found = from_json(metadata.state["lightning"])
             count_steps(found["loops"]["fit_loop"])
