@@ -171,9 +171,9 @@ def main() -> int:
         else:
             cells = study_cells(recorded.values())
             outcome = decide(cells, read_outcomes(read_lines(options.records / "repeated.jsonl").values()))
-            about = {"device": "cpu", "layout": {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}}
-            about["seed"] = int(cells["seed"].iloc[0])
-            summaries["norm_order_study.json"] = new_record("norm_order_study", "scaled_down", **outcome, **about)
+            layout, seed = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}, int(cells["seed"].iloc[0])
+            record = new_record("norm_order_study", "scaled_down", **outcome, seed=seed, device="cpu", layout=layout)
+            summaries["norm_order_study.json"] = record
             for row in outcome["config"]["tests"]:
                 p = f"p {row['p']:.2g}, Holm {row['p_holm']:.2g}"
                 print(f"{row['test']:>3} {row['hypothesis']}: {row['decision']}, {p}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.config.from_dict import build
@@ -69,15 +70,16 @@ def describe_losses(
     Returns:
         metrics of the record; window, curve, validation and gradient_norms of its configuration.
     """
-    losses = [row["train/lm_loss"] for row in rows] or [math.nan]
+    losses, num_steps = [row["train/lm_loss"] for row in rows] or [math.nan], len(rows)
     curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
     metrics = {
         "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": NATS},
         "lowest_loss": {"value": min(curve or losses), "unit": NATS},
         "non_finite": {"value": int(diverged), "unit": "runs"},
-        "steps": {"value": len(rows), "unit": "steps"},
+        "steps": {"value": num_steps, "unit": "steps"},
     }
-    steps = steps_of_norms(len(rows), warmup_steps)
+    # Norms of the first step, the end of the warm-up, the middle and the last.
+    steps = sorted({1, min(max(warmup_steps, 1), num_steps), max(num_steps // 2, 1), num_steps})
     config = {
         "window": WINDOW,
         "curve": curve,
@@ -85,11 +87,6 @@ def describe_losses(
         "gradient_norms": {str(step): norms_at(rows, step) for step in steps if rows},
     }
     return metrics, config
-
-
-def steps_of_norms(num_steps: int, warmup_steps: int) -> list[int]:
-    """Steps with recorded norms: the first, the end of the warm-up, the middle and the last."""
-    return sorted({1, min(max(warmup_steps, 1), num_steps), max(num_steps // 2, 1), num_steps})
 
 
 def norms_at(rows: list[dict[str, float]], step: int) -> dict[str, float]:
@@ -134,12 +131,9 @@ def family_of_run(config: dict[str, Any]) -> str:
 
 def _entropies(joint: np.ndarray) -> dict[str, float]:
     """Entropy of the scored token, alone and given the input token, from the probabilities [input, scored]."""
-    share, inputs = joint.sum(axis=0), joint.sum(axis=1, keepdims=True)
-    conditional = np.divide(joint, inputs, out=np.zeros_like(joint), where=inputs > 0)
-    return {
-        "scored_entropy": float(-(share * np.log(np.where(share > 0, share, 1.0))).sum()),
-        "context_free_loss": float(-(joint * np.log(np.where(joint > 0, conditional, 1.0))).sum()),
-    }
+    share, inputs = joint.sum(axis=0), joint.sum(axis=1)
+    given_input = stats.entropy(joint, axis=None) - stats.entropy(inputs)
+    return {"scored_entropy": float(stats.entropy(share)), "context_free_loss": float(given_input)}
 
 
 def training_samples(config: dict[str, Any]) -> tuple[BERTDataset | GPTDataset, int]:

@@ -31,7 +31,7 @@ def difference(
     """
     by_seed = cells.pivot(index="seed", columns=of, values=loss)
     pairs = (by_seed[second] - by_seed[first]).dropna()
-    if not _all_learned(cells):
+    if (cells["state"] != "learned").any():
         return math.nan, math.nan, len(pairs)
     return pairs.mean(), float(stats.t.ppf(0.975, len(pairs) - 1) * pairs.sem()), len(pairs)
 
@@ -67,17 +67,13 @@ def order_differences(cells: pd.DataFrame, factorial: int) -> pd.DataFrame:
         row: dict[str, Any] = {"layers": layers, "scaled": scaled}
         for order in ("pre", "post"):
             side = group[group["order"] == order]
-            row |= {order: side["train_loss"].mean() if _all_learned(side) else math.nan}
+            row |= {order: math.nan if (side["state"] != "learned").any() else side["train_loss"].mean()}
             row |= {f"lr_{order}": side["lr"].iloc[0], f"state_{order}": count_states(side["state"])}
         row |= dict(zip(("difference", "half_width", "seeds"), difference(group, "order", "pre", "post"), strict=True))
         seen = difference(group, "order", "pre", "post", "validation_loss")
         row |= dict(zip(("validation_difference", "validation_half_width"), seen[:2], strict=True))
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _all_learned(cells: pd.DataFrame) -> bool:
-    return bool((cells["state"] == "learned").all())
 
 
 def count_states(states: Iterable[str]) -> str:

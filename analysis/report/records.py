@@ -27,17 +27,17 @@ def read_records(folder: Path = ANALYSIS) -> dict[str, dict]:
     names = [path.relative_to(folder).as_posix().rpartition("records/")[2] for path in paths]
     if again := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"the names of records must be different, but {', '.join(sorted(again))} occurs twice")
-    found = {name: _read(path) for name, path in zip(names, paths, strict=True)}
+    found = {name: _parse(path.read_bytes(), str(path)) for name, path in zip(names, paths, strict=True)}
     for path in sorted(folder.rglob("*.jsonl")):
         found |= {f"{path.stem}/{name}": record for name, record in read_lines(path).items()}
     return {name: record for name, record in found.items() if isinstance(record, dict) and "record_version" in record}
 
 
-def _read(path: Path) -> object:
+def _parse(text: str | bytes, where: str) -> object:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"a record must be JSON, but {path} is not: {error}") from error
+        raise ValueError(f"a record must be JSON, but {where} is not: {error}") from error
 
 
 def read_lines(path: Path) -> dict[str, dict]:
@@ -51,10 +51,7 @@ def read_lines(path: Path) -> dict[str, dict]:
     """
     found, shared = {}, {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"a record must be JSON, but line {number} of {path} is not: {error}") from error
+        row = _parse(line, f"line {number} of {path}")
         shared = row.get("shared", shared)
         if "record" in row:
             name = row.pop("record")
