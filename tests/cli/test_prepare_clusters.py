@@ -1,6 +1,7 @@
 """A preparation on a Slurm cluster: the submitted jobs, run in order by stubs of Slurm's commands."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -26,11 +27,11 @@ number=$(( $(ls "$STANDIN_LOG" | wc -l) + 1 ))
 cp "${@: -1}" "$STANDIN_LOG/$(printf %03d $number)"
 echo "Submitted batch job $number"
 """
-# Accepts the first two jobs, of stage `clean`.
+# Accepts the first four jobs, two each of stages `clean` and `ids`.
 SBATCH_REFUSES = """#!/bin/bash
 number=$(( $(ls "$STANDIN_LOG" | wc -l) + 1 ))
-if [ $number -gt 2 ]; then echo "sbatch: error: Batch job submission failed: Invalid qos" >&2; exit 1; fi
-touch "$STANDIN_LOG/$number"
+printf '%s ' "$@" > "$STANDIN_LOG/$number"
+if [ $number -gt 4 ]; then echo "sbatch: error: Batch job submission failed: Invalid qos" >&2; exit 1; fi
 echo "Submitted batch job 70$number"
 """
 SRUN = """#!/bin/bash
@@ -109,11 +110,13 @@ def test_a_second_submission_cannot_make_the_first_one_lose_documents(tmp_path, 
 
 def test_a_refusal_by_sbatch_is_one_line_with_the_stage_and_the_jobs_already_submitted(tmp_path, monkeypatch) -> None:
     write_lines(tmp_path / "a.jsonl", ["one", "two"])
-    install_stubs(tmp_path, monkeypatch, SBATCH_REFUSES)
+    log = install_stubs(tmp_path, monkeypatch, SBATCH_REFUSES)
     options = [option for option in SMALL if not option.startswith("launcher")]
     done = prepare(*options, *CLUSTER, f"sources.local.path={tmp_path / 'a.jsonl'}", f"output={tmp_path / 'out'}")
     assert (done.returncode, done.stderr) == (
         2,
-        "error: sbatch must accept stage `ids`, but: sbatch: error: Batch job submission failed: Invalid "
-        "qos (jobs already submitted: 701)\n",
+        "error: sbatch must accept stage `sort`, but: sbatch: error: Batch job submission failed: Invalid "
+        "qos (jobs already submitted: 701 703)\n",
     )
+    waits = [re.findall("afterok:([0-9]+)", (log / str(number)).read_text()) for number in (1, 3, 5)]
+    assert waits == [[], ["701"], ["703"]]  # for the stage before

@@ -9,6 +9,7 @@ from preparing import SMALL, digests, passages, prepare, write_lines
 BAD = {
     "no such file": (["sources.local.path=/nowhere"], "must exist, but /nowhere"),
     "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
+    "a weight that is none": (["+sources.b={kind: local, path: x, weight: no}"], "`sources.b.weight` must be"),
     "books for gpt": (["corpus=bookscorpus"], "is for bert only"),
     "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),

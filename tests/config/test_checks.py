@@ -9,6 +9,7 @@ from lmscale.config.checks import AboveZero, Count, Fraction, Positive, Rule, St
 from lmscale.config.convert import ConvertConfig
 from lmscale.config.generate import GenerateConfig
 from lmscale.config.model import Recompute
+from lmscale.config.training import ResumeConfig
 from lmscale.config.zero_shot import ZeroShotConfig
 
 AUTO = Literal["auto"]
@@ -64,6 +65,12 @@ WIKITEXT = {"run_dir": "x", "task": {"name": "wikitext103", "path": "wiki.txt"}}
 def test_an_empty_path_is_refused(name, make) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be a path, but is ''"):
         make()
+
+
+@pytest.mark.parametrize("path", ["none", "auto"])
+def test_weights_alone_must_be_those_of_a_checkpoint(path) -> None:
+    with pytest.raises(ValueError, match=f"`path` must be a checkpoint where `weights_only`=true, but is '{path}'"):
+        ResumeConfig(path, weights_only=True)
 
 
 def test_an_empty_prompt_is_a_prompt() -> None:

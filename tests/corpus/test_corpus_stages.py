@@ -76,11 +76,15 @@ def test_of_equal_texts_the_first_by_source_is_kept_whatever_the_names_of_the_fi
 
 @pytest.fixture
 def compared(tmp_path) -> Plan:
-    """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band."""
+    """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band.
+
+    The last document has a quarter of the shingles of the first.
+    """
     plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.25, bands=1))
     generator = np.random.default_rng(5)
     for shard, first, end in ((0, 0, 20), (1, 20, 33)):
         sets = [np.unique(generator.integers(0, 70, size)) for size in generator.integers(1, 60, end - first)]
+        sets[shard and -1] = np.arange(100, 110 if shard else 140)
         save_array(plan.shard_file("lengths", shard), np.zeros(end - first, dtype=np.int64))
         save_array(plan.shard_file("sets", shard, "values.npy"), np.concatenate(sets).astype(np.uint64))
         save_array(plan.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
@@ -106,7 +110,7 @@ def test_documents_compared_at_once_are_bounded_by_their_shingles(compared, monk
     monkeypatch.setattr(deduplicating, "_sets", measured)
     monkeypatch.setattr(deduplicating, "SHINGLES_AT_ONCE", limit)
     assert result(compared) == whole and len(whole[0]) > 20
-    assert min(whole[1]) == 0.25  # the threshold itself
+    assert min(whole[1]) == 0.25 and [0, 32] in whole[0]  # the threshold itself
     assert all(shingles <= limit or documents == 2 for shingles, documents in held)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import add_documents, write_dataset
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lmscale.data import indexed_dataset, indexed_writer
@@ -56,6 +56,7 @@ def content(prefix: Path) -> list[list[list[int]]]:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=SEVERAL, chunk=st.sampled_from([2, indexed_writer.CHUNK]))
+@example(documents=[[[1, 2]], [], [[3]]], chunk=2)  # at most one sequence each
 def test_files_equal_those_of_a_plain_writer_and_round_trip(tmp_path, monkeypatch, documents, chunk) -> None:
     for module in (indexed_writer, indexed_dataset):
         monkeypatch.setattr(module, "CHUNK", chunk)

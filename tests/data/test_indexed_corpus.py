@@ -70,6 +70,13 @@ def test_parts_of_as_many_documents_and_tokens_have_their_own_windows(tmp_path) 
     assert made[0].num_tokens == made[1].num_tokens and made[0].windows.path != made[1].windows.path
 
 
+def test_a_part_without_a_whole_window_is_refused(tmp_path) -> None:
+    part = whole(write_dataset(tmp_path / "a", [[[1] * 5]]))
+    assert len(ShuffledGPTDataset(part, VOCAB, 4, "train", 1, 1, tmp_path / "indices")) == 1
+    with pytest.raises(ValueError, match=r"must have at least `data.seq_length` \+ 1 \(6\) tokens, but has 5"):
+        ShuffledGPTDataset(part, VOCAB, 5, "train", 1, 1, tmp_path / "indices")
+
+
 @pytest.mark.parametrize(("sequences", "num_samples", "first"), [(1, 30, 0), (1, 400, 7), (3, 400, 0), (3, 30, 11)])
 def test_windows_cover_the_concatenated_shuffled_documents(tmp_path, sequences, num_samples, first) -> None:
     documents = [sum(sequences, []) for sequences in random_documents(50, 3, sequences)]

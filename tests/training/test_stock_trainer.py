@@ -223,6 +223,7 @@ def test_the_trainers_precision_is_used(tmp_path, precision) -> None:
     assert {param.dtype for param in module.model.parameters()} == {kind}
     assert logged(tmp_path, "train/loss")[0] == pytest.approx(6.4, abs=0.2)
     assert module.optimizer.masters[0].dtype == torch.float32
+    assert data.steps_per_epoch == 3  # `max_steps` ends before the text does
 
 
 def test_a_checkpoint_within_a_step_repeats_the_step(tmp_path) -> None:
