@@ -133,14 +133,17 @@ def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
 
 
 PLACES = ["family", "seq_length", "short_seq_probability", "mask_probability", "max_ngram", "tokenizer", "sha256"]
+PLACES += ["num_validation_samples"]
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_losses_are_comparable_only_over_the_same_validation_set(place: str) -> None:
-    def name(family="gpt", tokenizer="t", sha256="a", hidden=8, **data) -> str:
+    def name(family="gpt", tokenizer="t", sha256="a", hidden=8, num_validation_samples=4, **data) -> str:
+        trainer = {"num_validation_samples": num_validation_samples}
         corpus = {"tokenizer": tokenizer, "validation": {"tokens": 640, "sha256": sha256}}
         model = {"architecture": family, "hidden_size": hidden}
-        return validation_set({"config": {"model": model, "data": {"seq_length": 32} | data, "corpus": corpus}})
+        data = {"seq_length": 32} | data
+        return validation_set({"config": {"model": model, "data": data, "corpus": corpus, "trainer": trainer}})
 
     assert name() == name(hidden=16) and name().startswith("gpt, 640 validation tokens in sequences of 32, set ")
     assert name(**{place: 64 if place == "seq_length" else "another"}) != name()

@@ -80,6 +80,7 @@ def test_every_step_is_applied_and_counted(prepared, corpus) -> None:
     assert manifest["reports"]["near_duplicates"] == manifest["reports"]["clusters"] == counts["removed"]
     assert counts["removed"] >= 1
     source = manifest["sources"]["local"]
+    assert source["weight"] == source["train"]["tokens"]
     assert source["train"]["documents"] + source["validation"]["documents"] <= len(plain)
     for number in (source["train"]["documents"], source["train"]["tokens"]):
         assert f"{number:,}" in said
