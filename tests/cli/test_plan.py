@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from entry_points import REPOSITORY, environment, refuse
+from entry_points import REPOSITORY, environment, refuse, slurm_task
 from omegaconf import OmegaConf
 from plan_output import PAPER, planned, printed, refusal
 
@@ -23,11 +23,23 @@ def cold(*command: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_another_pipe_that_breaks_is_an_error(monkeypatch) -> None:
+@pytest.fixture
+def hydra_job(monkeypatch) -> None:
+    """Hydra's own configuration of a job."""
     folder = {"mode": "RUN", "run": {"dir": "outputs"}, "runtime": {"output_dir": "outputs"}}
     job = OmegaConf.create(folder | {"overrides": {"task": []}})
     monkeypatch.setattr("lmscale.cli.hydra_main.HydraConfig.get", lambda: job)
 
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_prints_what_follows_a_run(hydra_job, monkeypatch, capsys, rank: int) -> None:
+    for name, value in slurm_task(rank, "29500").items():
+        monkeypatch.setenv(name, value)
+    run_task(lambda _: None, OmegaConf.create({}), then=lambda _: "plot: this")
+    assert capsys.readouterr().out == ("" if rank else "plot: this\n")
+
+
+def test_another_pipe_that_breaks_is_an_error(hydra_job) -> None:
     def lose_a_process(_: dict) -> None:
         raise BrokenPipeError
 

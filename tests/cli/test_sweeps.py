@@ -218,6 +218,7 @@ def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None
     jobs = [(task, lr, score) for task, of_rates in scores.items() for lr, score in of_rates.items()]
     for number, (task, lr, score) in enumerate(jobs):
         config = {"task": {"name": task}, "overrides": [f"task={task}", f"optimizer.lr={lr}", "seed=1"]}
+        config["overrides"] += ["task.doc_stride=64"] * (task == "squad_v1")
         (tmp_path / str(number)).mkdir()
         record = {"config": config, "metrics": {metrics[task]: {"value": score}}}
         (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
@@ -243,4 +244,5 @@ def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None
         ("2", "", "88.0", "squad_v1"),
         ("3", "", "81.0", "squad_v1"),
     ]
+    assert [row["task.doc_stride"] for row in rows] == ["", "", "64", "64"]  # given to some alone
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
