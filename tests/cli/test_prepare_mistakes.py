@@ -19,6 +19,22 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("cleaning.language", "`cleaning.language` must be a code of lid.176"),
+        ("sources.local.text_field", "a.jsonl, row 1: must have a string `xx` (text_field)"),
+        ("sources.b.text_field", "b.jsonl, row 1: must have a string `xx` (text_field)"),
+    ],
+)
+def test_a_refused_value_does_not_bind_the_corrected_command(key, message, tmp_path) -> None:
+    a, b = (write_lines(tmp_path / name, ["some text", "more text"]) for name in ("a.jsonl", "b.jsonl"))
+    base = [*SMALL, f"sources.local.path={a}", f"+sources.b={{kind: local, path: {b}}}", f"output={tmp_path / 'out'}"]
+    done = refuse(REPOSITORY / "src" / "prepare_data.py", *base, f"++{key}=xx")
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_an_error_is_one_line_and_exit_code_2(name, tmp_path) -> None:
     more, message = BAD[name]

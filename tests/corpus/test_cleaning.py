@@ -286,7 +286,7 @@ def test_a_language_below_the_minimum_probability_is_dropped_as_unsure() -> None
 
 
 def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(ValueError, match="`language` must be a code of lid.176 .*, but is 'english'"):
+    with pytest.raises(ValueError, match="`cleaning.language` must be a code of lid.176 .*, but is 'english'"):
         check_language("english")
 
 

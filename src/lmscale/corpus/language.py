@@ -7,6 +7,8 @@ from pathlib import Path
 
 import fasttext
 
+from ..config.checks import refuse
+
 # Characters read from the start of a text; the second number only if the first is not conclusive. Reading more costs
 # time without improving the result.
 FIRST_CHARACTERS, JUDGED_CHARACTERS = 600, 2000
@@ -60,7 +62,7 @@ def check_language(language: str) -> None:
         ValueError: it does not.
     """
     if language not in (known := known_languages()):
-        raise ValueError(f"`language` must be a code of lid.176 ({', '.join(sorted(known))}), but is {language!r}")
+        refuse("cleaning.language", f"a code of lid.176 ({', '.join(sorted(known))})", language)
 
 
 @cache

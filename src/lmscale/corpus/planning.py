@@ -11,8 +11,9 @@ from ..data.indexed_corpus import MANIFEST, TOKENIZER
 from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenizer, write_tokenizer
 from .evaluation_sets import EVALUATION_TEXTS, read_evaluation_sets
 from .inputs import InputFile, list_inputs
+from .language import check_language
 from .plan import Plan, save_json
-from .reading import check_number
+from .reading import check_first_documents
 
 FORMAT = 4  # of the intermediate files: incremented when they or the result of the same input change
 # Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
@@ -23,11 +24,13 @@ def make_plan(config: PrepareConfig) -> Plan:
     """Check the configuration and make the plan; an unfinished preparation with equal inputs is continued.
 
     Raises:
-        ValueError: a source, tokenizer or evaluation set cannot be used, the output folder holds something else or
-            a different number of shards, or there are too few documents for both splits.
+        ValueError: a source, tokenizer, language or evaluation set cannot be used, the output folder holds something
+            else or a different number of shards, or there are too few documents for both splits.
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)
+    if config.cleaning.language is not None:
+        check_language(config.cleaning.language)
     for name, source in config.sources.items():
         if config.architecture not in source.architectures:
             raise ValueError(
@@ -46,7 +49,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     saved = root / "plan.json"
     before = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
     _check_output(output, before.get("facts"), facts)
-    check_number(inputs, config.sources)
+    check_first_documents(inputs, config.sources, config.max_bad_rows)
     size = sum(file.num_bytes for file in inputs)
     num_shards = max(1, -(-size // (config.shard_mb * 10**6)))
     if before and before["num_shards"] != num_shards:

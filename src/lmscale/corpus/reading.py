@@ -1,6 +1,8 @@
 """Read sources as streams of documents, and report what was wrong in each file."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, groupby, islice
+from operator import attrgetter
 
 from datatrove.data import Document, DocumentsPipeline
 
@@ -76,25 +78,24 @@ def _entry(file: InputFile, report: FileReport) -> dict:
     }
 
 
-def check_number(inputs: Iterable[InputFile], sources: dict[str, SourceConfig]) -> None:
-    """Check that files have a document for each split, by reading two; the reading stage reports other faults.
+def check_first_documents(inputs: Iterable[InputFile], sources: dict[str, SourceConfig], max_bad_rows: int) -> None:
+    """Read the first two documents of each source before the plan, which fixes its keys, is written.
+
+    Args:
+        inputs: ordered by source.
 
     Raises:
-        ValueError: they have fewer than two documents.
+        ValueError: as `read_file`; or all sources together hold fewer than two documents.
     """
     found = 0
-    for file in inputs:
-        if file.path is None:
-            return  # a dataset on the hub would be asked twice
-        rules = rules_of(file.source, sources[file.source], max_bad_rows=0)
-        try:
-            for _ in read_file(rules, FileReport(file.path)):
-                found += 1
-                if found == 2:
-                    return
-        except ValueError:
-            return
-    raise ValueError(f"`sources` must hold at least 2 documents, one to train on and one to validate, but hold {found}")
+    for source, files in groupby(inputs, attrgetter("source")):
+        rules = rules_of(source, sources[source], max_bad_rows)
+        # A dataset on the hub would be asked twice.
+        rows = ("hub" if file.path is None else read_file(rules, FileReport(file.path)) for file in files)
+        found += sum(1 for _ in islice(chain.from_iterable(rows), 2))
+    if found < 2:
+        rule = "at least 2 documents, one to train on and one to validate"
+        raise ValueError(f"`sources` must hold {rule}, but hold {found}")
 
 
 def _rows_of_part(file: InputFile, config: SourceConfig) -> Iterator[Row]:

@@ -24,7 +24,6 @@ from .cleaning import DropDocuments, EditText, join_story_lines, judge_language,
 from .collecting import ScatterDocuments, check_ids, sort_shard
 from .deduplicating import compare_candidates, find_candidates, resolve_duplicates, shingle_candidates
 from .finalizing import finalize_dataset, merge_shards
-from .language import check_language
 from .plan import Plan, PlannedTask
 from .progress import StageBar
 from .reading import SourceReader
@@ -74,7 +73,6 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
     if joined:
         steps.append(EditText("join lines", join_story_lines, "joined", joined))
     if cleaning.language is not None:
-        check_language(cleaning.language)
         judge = partial(judge_language, cleaning.language, cleaning.min_language_score)
         steps.append(DropDocuments("keep the language", judge, dropped / "language"))
     if cleaning.min_tokens:
