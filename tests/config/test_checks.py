@@ -1,12 +1,17 @@
 """The types of configuration fields: what fits them, and how other values and empty paths are refused."""
 
+import re
+from dataclasses import is_dataclass
 from functools import partial
+from importlib import import_module
 from typing import Annotated, Literal
 
 import pytest
 
-from lmscale.config.checks import AboveZero, Count, Fraction, Positive, Rule, Steps, check, in_words
+from lmscale.config import checks
+from lmscale.config.checks import AboveZero, Count, Fraction, PathText, Positive, Rule, Steps, check, in_words
 from lmscale.config.convert import ConvertConfig
+from lmscale.config.data import DataConfig
 from lmscale.config.generate import GenerateConfig
 from lmscale.config.model import Recompute
 from lmscale.config.training import ResumeConfig
@@ -60,10 +65,11 @@ WIKITEXT = {"run_dir": "x", "task": {"name": "wikitext103", "path": "wiki.txt"}}
         ("ckpt", partial(GenerateConfig, ckpt="", prompt="Once")),
         ("source", partial(ConvertConfig, source="", target="new")),
         ("target", partial(ConvertConfig, source="old", target="")),
+        ("validation_path", partial(DataConfig, "local", 8, "a.txt", "")),
     ],
 )
 def test_an_empty_path_is_refused(name, make) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` must be a path, but is ''"):
+    with pytest.raises(ValueError, match=f"`{name}` must be (a group of keys or )?a path, but is ''"):
         make()
 
 
@@ -71,6 +77,15 @@ def test_an_empty_path_is_refused(name, make) -> None:
 def test_weights_alone_must_be_those_of_a_checkpoint(path) -> None:
     with pytest.raises(ValueError, match=f"`path` must be a checkpoint where `weights_only`=true, but is '{path}'"):
         ResumeConfig(path, weights_only=True)
+
+
+@pytest.mark.parametrize("module", ["convert", "corpus", "data", "finetune", "generate", "plan", "zero_shot"])
+def test_every_path_has_the_type_that_refuses_an_empty_one(module) -> None:
+    classes = filter(is_dataclass, vars(import_module(f"lmscale.config.{module}")).values())
+    hints = [pair for each in classes for pair in checks.hints_of(each).items()]
+    names = r"\w*path|ckpt|source|target|train|file|out|output|record|cache_dir"
+    found = [(name, checks.kinds_of(hint)) for name, hint in hints if re.fullmatch(names, name)]
+    assert found and all(PathText in kinds for _, kinds in found), found
 
 
 def test_an_empty_prompt_is_a_prompt() -> None:

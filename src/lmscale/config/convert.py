@@ -40,7 +40,7 @@ class ConvertConfig(EntryConfig):
     vocab_multiple: Positive | None = None
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     max_file_gb: AboveZero = 5.0
-    tokenizer_path: str | None = None
+    tokenizer_path: PathText | None = None
     initialize_missing_heads: bool = False
     seed: Seed = 1234
 

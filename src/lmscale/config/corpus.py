@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from .checks import AboveZero, AtLeastTwo, Checked, Count, Positive, Rule, Share, require
+from .checks import AboveZero, AtLeastTwo, Checked, Count, PathText, Positive, Rule, Share, require
 from .data import TokenizerConfig, Undecodable
 from .family import BUILT_IN
 from .from_dict import EntryConfig
@@ -32,7 +32,7 @@ class SourceConfig(Checked):
     """
 
     kind: Literal["local", "huggingface"]
-    path: str | None = None
+    path: PathText | None = None
     name: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -46,7 +46,7 @@ class SourceConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "path", "a file or folder for a local source", self.kind != "local" or self.path is not None)
-        is_named = self.kind != "huggingface" or self.name is not None
+        is_named = self.kind != "huggingface" or self.name
         require(self, "name", "that of a dataset for a huggingface source", is_named)
 
 
@@ -101,7 +101,7 @@ class EvaluationSetConfig(Checked):
     """
 
     form: Literal["wikitext", "records"]
-    path: str | None = None
+    path: PathText | None = None
     name: str | None = None
     subset: str | None = None
     split: str = "test"
@@ -173,7 +173,7 @@ class PrepareConfig(EntryConfig):
         ValueError: an invalid value.
     """
 
-    output: str
+    output: PathText
     architecture: Literal[*BUILT_IN]
     sources: dict[str, SourceConfig]
     tokenizer: TokenizerConfig

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .checks import AtLeastTwo, Checked, Count, Fraction, Positive, Rule, require
+from .checks import AtLeastTwo, Checked, Count, Fraction, PathText, Positive, Rule, require
 from .family import corpus_forms
 
 Undecodable = Literal["fall_back", "replace", "refuse"]
@@ -25,7 +25,7 @@ class TokenizerConfig(Checked):
 
     kind: Literal["trained", *corpus_forms()]
     vocab_size: Positive | None = None
-    path: str | None = None
+    path: PathText | None = None
     name: str | None = None
 
 
@@ -56,8 +56,8 @@ class DataConfig(Checked):
 
     kind: Literal["embedded", "local", "huggingface", "indexed"]
     seq_length: Positive
-    path: str | dict | None = None
-    validation_path: str | dict | None = None
+    path: PathText | dict | None = None
+    validation_path: PathText | dict | None = None
     name: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -68,7 +68,7 @@ class DataConfig(Checked):
     # With 0 BERT's loss would be a mean over no token.
     mask_probability: Annotated[Fraction, Rule("above 0", bool)] = 0.15
     max_ngram: Positive = 3
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     num_workers: Count = 0
 
     def __post_init__(self) -> None:

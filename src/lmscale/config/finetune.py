@@ -56,7 +56,7 @@ class TaskConfig(Checked):
     """
 
     name: str
-    train: str | None
+    train: PathText | None
     validation: dict
     test: dict = field(default_factory=dict)
     hub_name: str | None = None
@@ -93,7 +93,7 @@ class TaskConfig(Checked):
             rule = f"at least `max_query_length` + `doc_stride` + 3 ({shortest}), or windows would leave tokens out"
             require(self, "max_seq_length", rule, self.max_seq_length >= shortest)
         for sets in (self.validation, self.test):  # their names are names of folders
-            wrong = [place for place in sets.values() if place is not None and not isinstance(place, str)]
+            wrong = [place for place in sets.values() if place is not None and not (isinstance(place, str) and place)]
             wrong += [name for name in sets if not is_line(name) or "/" in name or not name.strip(".")]
             if wrong:
                 raise ValueError(f"`validation` and `test` must be paths by name, but hold {wrong[0]!r}")
@@ -138,7 +138,7 @@ class TokenizerPath(Checked):
             src/train.py.
     """
 
-    path: str | None = None
+    path: PathText | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class FinetuneConfig(TrainingRequest, EntryConfig):
     size: str
     tokenizer: TokenizerPath
     trainer: FinetuneTrainer
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     from_scratch: bool = False
     new_pooler: bool = False
     hidden_dropout: Fraction | None = None

@@ -63,7 +63,7 @@ class GenerateTokenizer(Checked):
     """
 
     kind: Literal["gpt2"] | None = None
-    path: str | None = None
+    path: PathText | None = None
     name: str | None = None
 
 
@@ -91,9 +91,9 @@ class GenerateConfig(EntryConfig, Sampling):
 
     ckpt: PathText
     prompt: str | None = None
-    file: str | None = None
+    file: PathText | None = None
     interactive: bool = False
-    out: str | None = None
+    out: PathText | None = None
     stream: bool = True
     num_samples: Positive = 1
     max_new_tokens: Positive | None = 64

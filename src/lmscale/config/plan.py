@@ -91,7 +91,7 @@ class PlanConfig(TrainingRequest, EntryConfig):
         values = {key: value for key, value in values.items() if key not in _TRAINING_ONLY}
         if isinstance(values.get("cluster"), dict):
             path = values["cluster"].get("path")
-            check(str | None, path, "cluster.path")
+            check(PathText | None, path, "cluster.path")
             beside = [o for o in overrides if o.lstrip("+").startswith("cluster.") and "cluster.path" not in o]
             if path is not None and beside:
                 raise ValueError(

@@ -24,7 +24,7 @@ class WikiText103Config(Checked):
     """
 
     name: str
-    path: str
+    path: PathText
     stride: Positive = 32
     window: Positive = 1024
 
@@ -52,7 +52,7 @@ class LambadaConfig(Checked):
     """
 
     name: str
-    path: str
+    path: PathText
     form: Literal["openai", "original"] = "openai"
     stop_word_filter: bool = False
     truncate_left: bool = False
