@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -38,6 +39,8 @@ PACKAGES = (
     "safetensors",
     "numpy",
 )
+# An absolute path in an override, which may hold several: data.path={/a/b: 1, /a/c: 2}
+_PATH = re.compile(r"""(?:(?<=[=:,{\["'])|(?<=[:,] ))/(?!/)[^:,{}\[\]"']*""")
 # Of the environment; they limit which instructions torch, MKL and oneDNN use.
 ROUNDING_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
@@ -231,21 +234,24 @@ def checked_metric(metric: str, entry: dict[str, Any]) -> dict[str, Any]:
 def _portable(value: Any) -> Any:
     """Make absolute paths relative to the working directory or `~`, or reduce them to `.../<last part>`."""
     if isinstance(value, dict):
-        return {str(key): _portable(item) for key, item in value.items()}
+        names = [_portable(str(key)) for key in value]
+        twice = [name for number, name in enumerate(names) if name in names[:number]]
+        names = [f"{name} ({number})" if name in twice else name for number, name in enumerate(names, start=1)]
+        return dict(zip(names, map(_portable, value.values()), strict=True))
     if isinstance(value, (list, tuple)):
         return [_portable(item) for item in value]
     if isinstance(value, Path):
         value = str(value)
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "\n" in value:
         return value
-    start = value.find("=/") + 1  # of the path in an override: data.path=/...
-    key, path = value[:start], value[start:]
-    if not path.startswith("/") or "\n" in path:
-        return value
+    return _portable_path(value) if value.startswith("/") else _PATH.sub(lambda path: _portable_path(path[0]), value)
+
+
+def _portable_path(path: str) -> str:
     for root, label in ((Path.cwd(), ""), (Path.home(), "~/")):
         if root != Path("/") and Path(path).is_relative_to(root):
-            return key + label + Path(path).relative_to(root).as_posix()
-    return f"{key}.../{Path(path).name}"
+            return label + Path(path).relative_to(root).as_posix()
+    return f".../{Path(path).name}"
 
 
 def _command() -> str:
