@@ -11,6 +11,11 @@ BAD = {
     "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
     "a weight that is none": (["+sources.b={kind: local, path: x, weight: no}"], "`sources.b.weight` must be"),
     "books for gpt": (["corpus=bookscorpus"], "is for bert only"),
+    "a number for a name": (
+        ["+sources={2024: {kind: local, path: x}}"],
+        "`sources` must have names of letters, digits, - and _, with quotes around a number, but has 2024",
+    ),
+    "a number for a set": (["+evaluation_sets={2024: {form: records, path: x}}"], "`evaluation_sets` must have names"),
     "partition": (["launcher=slurm"], "`launcher.partition` must be given"),
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
     "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),

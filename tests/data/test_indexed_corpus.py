@@ -339,6 +339,8 @@ def test_a_path_without_dataset_and_a_split_without_documents_raise(folder) -> N
     for path in ({"x": 0}, {"x": -1.0}, {"x": "much"}, {"x": float("inf")}):
         with pytest.raises(ValueError, match="must give x a weight above 0"):
             DataConfig("indexed", 16, path, split="1,1,1")
+    with pytest.raises(ValueError, match="`path` must be weights by path, such as ./2024, but is {2024: 1}"):
+        DataConfig("indexed", 16, {2024: 1}, split="1,1,1")
     with pytest.raises(ValueError, match="`path` must be one path unless `data` is indexed"):
         DataConfig("local", 16, {"x": 1})
     with pytest.raises(ValueError, match="`path` must be a file or folder when `data` is indexed"):

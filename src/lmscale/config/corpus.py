@@ -193,9 +193,10 @@ class PrepareConfig(EntryConfig):
         if not self.sources:
             raise ValueError("`sources` must name at least one corpus, but is empty")
         for key, names in (("sources", self.sources), ("evaluation_sets", self.evaluation_sets)):
-            wrong = [name for name in names if not _NAME.fullmatch(name)]
+            wrong = [name for name in names if not (isinstance(name, str) and _NAME.fullmatch(name))]
             if wrong:
-                raise ValueError(f"`{key}` must have names of letters, digits, - and _, but has {wrong[0]!r}")
+                rule = "names of letters, digits, - and _, with quotes around a number"
+                raise ValueError(f"`{key}` must have {rule}, but has {wrong[0]!r}")
         weighted = [name for name, source in self.sources.items() if source.weight is not None]
         if weighted and len(weighted) < len(self.sources):
             rest = next(name for name in self.sources if name not in weighted)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .checks import AtLeastTwo, Checked, Count, Fraction, PathText, Positive, Rule, require
+from .checks import AtLeastTwo, Checked, Count, Fraction, PathText, Positive, Rule, refuse, require
 from .family import corpus_forms
 
 Undecodable = Literal["fall_back", "replace", "refuse"]
@@ -82,6 +82,8 @@ class DataConfig(Checked):
             weights = getattr(self, name) if isinstance(getattr(self, name), dict) else {}
             require(self, name, "one path unless `data` is indexed", self.kind == "indexed" or not weights)
             for prefix, weight in weights.items():
+                if not isinstance(prefix, str):  # YAML reads 2024 and 1E5 as numbers
+                    refuse(name, f"weights by path, such as ./{prefix}", weights)
                 is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
                 if not is_number or not 0 < weight < math.inf:
                     raise ValueError(f"`{name}` must give {prefix} a weight above 0, but gives {weight!r}")
