@@ -65,6 +65,8 @@ def test_a_rows_id_is_used_only_if_it_is_a_text_or_number(folder) -> None:
     (folder / "a.jsonl").write_text("\n".join(rows))
     documents, _ = read(folder)
     assert [d.id for d in documents] == ["x1", "17", *(f"a.jsonl:{row}" for row in range(3, 8)), "\ufffd"]
+    documents, _ = read(folder, text_field="id", max_bad_rows=9)  # it is the text then
+    assert [(d.text, d.id) for d in documents] == [("x1", "a.jsonl:1"), ("\ufffd", "a.jsonl:8")]
 
 
 def test_files_are_assigned_by_name_independently_of_their_order(folder) -> None:

@@ -90,7 +90,7 @@ def row_of(values: object, number: int, text_field: str) -> Row:
         return Row(
             number, None, None, ("missing_text", f"must have a string `{text_field}` (text_field), but is {short}")
         )
-    name = values.get("id")
+    name = values.get("id") if text_field != "id" else None
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
     return Row(number, text, name if isinstance(name, str) and name else None)
