@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,8 +263,14 @@ def test_a_corpus_of_another_family_is_refused_in_one_line(folder) -> None:
 def test_a_missing_or_different_tokenizer_raises(folder, tokenizers, shared_data) -> None:
     a = folder / "a_text_document"
     published = TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe"))
-    with pytest.raises(ValueError, match="`tokenizer` must be the one of all datasets"):
+    rule = "`tokenizer` must be the one of all datasets, but"
+    with pytest.raises(ValueError, match=rf"{rule} {folder}/tokenizer.json and that of tokenizer=gpt2 differ$"):
         opened(a, folder, tokenizer=published)
+    (folder / "other").mkdir()
+    write_dataset(folder / "other" / "b_text_document", random_documents(60, 2))
+    other = shutil.copy(tokenizers["bert"] / "tokenizer.json", folder / "other")
+    with pytest.raises(ValueError, match=rf"{rule} {folder}/tokenizer.json and {other} differ$"):
+        opened({str(a): 1, str(folder / "other" / "b_text_document"): 1}, folder)
     with pytest.raises(ValueError, match="`tokenizer.vocab_size` must be null when `data` is indexed"):
         opened(a, folder, tokenizer=TokenizerConfig("trained", vocab_size=300))
     (folder / "tokenizer.json").unlink()

@@ -51,17 +51,18 @@ class IndexedCorpus:
             )
         folders = [path for held in self.sources.values() for path in held.folders]
         found = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
-        where = ", ".join(str(folder / TOKENIZER) for folder in found)
+        where = [str(folder / TOKENIZER) for folder in found]
         named = load_published_tokenizer(config, self.form.name) if config.kind != "trained" else None
         if named is not None:
             found.setdefault(cache / "tokenizers" / named.fingerprint[:24], named)
+            where.append(f"that of tokenizer={config.kind}")
         if not found:
             raise ValueError(
                 f"`tokenizer` must be gpt2 or bert if there is no {TOKENIZER} beside the dataset, but is {config.kind} "
                 f"and {folders[0]} has none"
             )
         if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
-            raise ValueError(f"`tokenizer` must be the one of all datasets, but {where} and the named one differ")
+            raise ValueError(f"`tokenizer` must be the one of all datasets, but {' and '.join(where)} differ")
         self.folder, loaded = next(iter(found.items()))
         if not (self.folder / TOKENIZER).is_file():
             write_tokenizer(loaded.inner, self.folder / TOKENIZER)
