@@ -164,6 +164,13 @@ def test_a_missing_dataset_or_column_raises(dataset, tmp_path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_dataset_of_only_empty_files_raises(tmp_path) -> None:
+    (tmp_path / "train.jsonl").touch()
+    (tmp_path / "README.md").write_text("---\ndataset_info: {features: [{name: text, dtype: string}]}\n---\n")
+    with pytest.raises(ValueError, match="`sources` must hold text, .* the first is .*/default/train/00000-of-00001$"):
+        list_inputs({"hub": SourceConfig("huggingface", name=str(tmp_path))})
+
+
 def test_a_damaged_part_of_a_dataset_raises_with_its_name(dataset, tmp_path) -> None:
     sources = {"hub": dataset}
     reader = SourceReader(plan_of(tmp_path / "work", sources))

@@ -48,9 +48,8 @@ def list_inputs(sources: dict[str, SourceConfig]) -> list[InputFile]:
             files = list_files(Path(config.path), f"sources.{source}.path")
             found += [_describe(source, path, files.root) for path in files.paths]
     if not any(file.num_bytes for file in found):
-        raise ValueError(
-            f"`sources` must hold text, but all {len(found)} files are empty, the first is {found[0].path}"
-        )
+        first = found[0].path or found[0].name
+        raise ValueError(f"`sources` must hold text, but all {len(found)} files are empty, the first is {first}")
     return sorted(found, key=lambda file: (file.source, file.name))
 
 
