@@ -72,6 +72,13 @@ BAD = {
         ["hydra.run.dir=README.md"],
         "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",
     ),
+    **{
+        f"a file as the folder of a sweep, by {option}": (
+            [option, "hydra.sweep.dir=README.md"],
+            "`hydra.sweep.dir` must be a folder that can be made and written, but README.md: File exists",
+        )
+        for option in ("-m", "--multi", "hydra.mode=MULTIRUN")
+    },
     "a new folder to resume from": (
         ["resume=auto", "model=gpt_tiny", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
         "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",

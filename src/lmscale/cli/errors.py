@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+import traceback
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,7 +104,8 @@ def _one_line(error: Exception) -> str:
         text = _wrong_choice(sys.argv[1:]) or text
     if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra makes the folder
         if error.filename is not None:
-            key = "hydra.sweep.dir" if {"-m", "--multirun"} & set(sys.argv) else "hydra.run.dir"
+            sweeps = any(frame.name == "multirun" for frame in traceback.extract_tb(error.__traceback__))  # Hydra's
+            key = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
             return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
         if isinstance(error, FileNotFoundError):  # of os.getcwd
             return "the working directory must exist, but was removed"
