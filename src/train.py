@@ -3,6 +3,7 @@
 import lmscale.cli.ctrl_c  # noqa: F401
 
 # isort: split
+import re
 import sys
 from functools import partial
 
@@ -35,7 +36,7 @@ def train(values: dict, files: dict[str, str]) -> None:
 if __name__ == "__main__":
     stop_before_training()
     # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
-    sys.argv = [arg.replace("resume=", "resume.path=", 1) if arg.startswith("resume=") else arg for arg in sys.argv]
+    sys.argv = [re.sub(r"^(\+*)resume=", r"\1resume.path=", arg) for arg in sys.argv]
     run_hydra_main(
         lambda cfg: run_task(partial(train, files=hydra_files(cfg)), cfg, then=after_training),
         joins_ranks=True,

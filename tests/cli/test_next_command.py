@@ -130,7 +130,7 @@ def test_a_finetuning_is_scored_without_the_keys_that_only_train(tmp_path, monke
     hydra = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
     monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra)
     (tmp_path / "checkpoints" / "step_3.ckpt").mkdir(parents=True)
-    typed = ["task=qqp", "ckpt=pretrained", "from_scratch=true", "trainer.num_epochs=2", "seed=7"]
+    typed = ["task=qqp", "++ckpt=pretrained", "++from_scratch=true", "trainer.num_epochs=2", "seed=7"]
     line = next_command.after_finetuning({"run_dir": str(tmp_path), "overrides": typed})
     assert shlex.split(line)[3:] == ["task=qqp", "seed=7", f"ckpt={tmp_path}", "trainer.num_epochs=0"]
 

@@ -65,8 +65,11 @@ def test_a_run_that_was_copied_without_hidden_files_keeps_its_keys(folder, monke
     ],
     ids=["folder alone", "other configuration folder", "the same in one word", "new keys", "all keys"],
 )
-def test_the_keys_of_the_run_precede_those_typed(folder, monkeypatch, capsys, typed, before, after, said) -> None:
-    words = ["resume.path=auto", f"hydra.run.dir='{folder}'", *typed]
+@pytest.mark.parametrize("resume", ["resume.path=auto", "++resume.path='auto'"])
+def test_the_keys_of_the_run_precede_those_typed(
+    folder, monkeypatch, capsys, typed, before, after, said, resume
+) -> None:
+    words = [resume, f"hydra.run.dir='{folder}'", *typed]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     add_own_keys()
     assert sys.argv[1:] == [*before, *words, *after]
@@ -135,7 +138,7 @@ def test_the_run_is_checked_with_its_own_keys(folder) -> None:
     )
     (folder / ".hydra" / "overrides.yaml").write_text("- model=bert_tiny\n- global_batch_size=5\n", encoding="utf-8")
     train = REPOSITORY / "src" / "train.py"
-    done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto")
+    done = refuse(train, f"hydra.run.dir='{folder}'", "++resume=auto")
     assert done.returncode == 2
     assert done.stderr.startswith("error: `global_batch_size` must be a multiple") and "but is 5" in done.stderr
     (folder / ".hydra" / "overrides.yaml").write_text("- [", encoding="utf-8")

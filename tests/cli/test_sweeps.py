@@ -121,13 +121,13 @@ def test_a_sweep_does_not_change_a_folder_with_a_run(tmp_path) -> None:
     assert f"`hydra.sweep.dir` must be another folder for a new run, but {tmp_path}/1 has" in done.stderr
 
 
-@pytest.mark.parametrize("sweep", ["-m", "sweep=scaling"])
-def test_a_sweep_is_refused_where_a_folder_of_one_run_is_given(tmp_path, sweep) -> None:
-    done = refuse(REPOSITORY / "src" / "train.py", sweep, "seed=two", "hydra.run.dir=mine", cwd=tmp_path)
+@pytest.mark.parametrize(("sweep", "plus"), [("-m", ""), ("-m", "++"), ("sweep=scaling", "")])
+def test_a_sweep_is_refused_where_a_folder_of_one_run_is_given(tmp_path, sweep, plus) -> None:
+    done = refuse(REPOSITORY / "src" / "train.py", sweep, "seed=two", f"{plus}hydra.run.dir=mine", cwd=tmp_path)
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     assert (
         done.stderr
-        == "error: `hydra.sweep.dir` must name the folder of a sweep, but only hydra.run.dir=mine is given\n"
+        == f"error: `hydra.sweep.dir` must name the folder of a sweep, but only {plus}hydra.run.dir=mine is given\n"
     )
 
 

@@ -88,7 +88,8 @@ def after_finetuning(values: Mapping) -> str:
     run = Path(values["run_dir"])
     if not any((run / "checkpoints").glob("step_*.ckpt")) or HydraConfig.get().mode == RunMode.MULTIRUN:
         return ""
-    kept = [o for o in values["overrides"] if not o.startswith(("ckpt=", "trainer.num_epochs=", "from_scratch="))]
+    own = ("ckpt", "trainer.num_epochs", "from_scratch")
+    kept = [o for o in values["overrides"] if o.lstrip("+").partition("=")[0] not in own]
     return f"score:    {command('finetune/run.py', *_config_dir(), *kept, ckpt=run, trainer__num_epochs='0')}"
 
 

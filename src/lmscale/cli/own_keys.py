@@ -27,7 +27,8 @@ def add_own_keys() -> None:
     """
     given, _ = get_args_parser().parse_known_args()
     typed = {_name(word): word for word in given.overrides}
-    if given.multirun or typed.get("resume.path") != "resume.path=auto" or "hydra.run.dir" not in typed:
+    resume = typed.get("resume.path", "").partition("=")[2].strip("'\"")
+    if given.multirun or resume != "auto" or "hydra.run.dir" not in typed:
         return
     folder = OverridesParser.create().parse_override(typed["hydra.run.dir"]).value()
     saved, config = Path(str(folder)) / ".hydra", Path(str(folder)) / "config.json"

@@ -31,7 +31,7 @@ class SweepCheck(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first invalid one."""
-        folders = {word.partition("=")[0]: word for word in config.hydra.overrides.hydra}
+        folders = {word.lstrip("+").partition("=")[0]: word for word in config.hydra.overrides.hydra}
         if "hydra.run.dir" in folders and "hydra.sweep.dir" not in folders:  # Hydra would not read it
             given = folders["hydra.run.dir"]
             exit_with(ValueError(f"`hydra.sweep.dir` must name the folder of a sweep, but only {given} is given"))
