@@ -20,7 +20,7 @@ def generate(values: dict) -> None:
 
     launch(generate_job.generate, generate_job.prepare(config), config.parallel.tp_size)
     if not config.interactive and is_first_rank():  # standard output is for the text
-        more = command("src/generate.py", f"ckpt={config.ckpt}", "interactive=true")
+        more = command("src/generate.py", f"ckpt={config.ckpt}", *config.tokenizer.words(), "interactive=true")
         print(f"type prompts: {more}", file=sys.stderr)
 
 

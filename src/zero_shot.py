@@ -22,7 +22,7 @@ def evaluate(values: dict) -> None:
 
     launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), config.parallel.world_size)
     if is_first_rank():
-        print(f"use: {use_model(config.ckpt, 'gpt')}")
+        print(f"use: {use_model(config.ckpt, 'gpt', tokenizer=config.tokenizer.words())}")
 
 
 if __name__ == "__main__":

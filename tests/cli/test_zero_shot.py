@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,16 @@ def test_the_record_has_the_perplexity_and_everything_it_depends_on(folder: Path
     assert about["model"]["num_layers"] == 2 and about["zero_shot"]["task"]["stride"] == 5
     for text in (f"T_o = {num_words}", about["checkpoint"]["id"], about["tokenizer"]["sha256"][:16], "stride = 5"):
         assert text in run.stdout
+
+
+def test_the_next_commands_have_the_tokenizer_that_was_given(bad_inputs: Path) -> None:
+    given = ("ckpt=no_tokenizer", "tokenizer=gpt2", "tokenizer.path=gpt2")
+    run = zero_shot(*LAMBADA, *given, cwd=bad_inputs)
+    assert run.returncode == 0, run.stderr
+    script, *words = shlex.split(run.stdout.rpartition("use: ")[2])[1:]
+    assert words == [*given, "prompt=The"]
+    done = warm.run([script, *words, "max_new_tokens=1"], bad_inputs, environment(), timeout=300)
+    assert done.returncode == 0 and " ".join(given) in done.stderr.rpartition("type prompts: ")[2], done.stderr
 
 
 def test_the_answers_are_written_one_per_line(folder: Path) -> None:

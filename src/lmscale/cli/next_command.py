@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -68,10 +68,10 @@ def of_training(overrides: list[str]) -> list[str]:
     return _config_dir() + [o for o, name in names if name not in GRID and name.partition(".")[0] not in own]
 
 
-def use_model(checkpoint: str | Path, family: str, num_positions: int = 64) -> str:
+def use_model(checkpoint: str | Path, family: str, num_positions: int = 64, tokenizer: Sequence[str] = ()) -> str:
     """Generate from a GPT, or finetune a BERT on the table of this clone, which needs no network."""
     if family_of(family).is_causal:  # its `ckpt` is taken literally
-        return command("src/generate.py", f"ckpt={_from_here(checkpoint)}", "prompt=The")
+        return command("src/generate.py", f"ckpt={_from_here(checkpoint)}", *tokenizer, "prompt=The")
     table = ROOT / "finetune" / "example_qqp.tsv"
     data = {"task__train": table, "task__validation__dev": table, "task__max_seq_length": str(min(64, num_positions))}
     return command("finetune/run.py", task="qqp", ckpt=checkpoint, **data)

@@ -66,6 +66,11 @@ class GenerateTokenizer(Checked):
     path: PathText | None = None
     name: str | None = None
 
+    def words(self) -> list[str]:
+        """The words that choose it on the command line of `src/generate.py`, which takes a path literally."""
+        keys = {"": self.kind, ".path": self.path, ".name": self.name if self.path is None else None}
+        return [f"tokenizer{key}={value}" for key, value in keys.items() if value is not None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(EntryConfig, Sampling):
