@@ -2,13 +2,16 @@
 
 import gzip
 import time
+from functools import partial
 
 import pytest
 from corpora import local_config
 
 from lmscale.config.data import DataConfig, TokenizerConfig
+from lmscale.config.finetune import TaskConfig
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.sources import open_corpus
+from lmscale.finetune.sources import load_hub
 
 TRAINED = TokenizerConfig("trained", vocab_size=300)
 
@@ -66,7 +69,12 @@ def test_a_validation_file_is_held_out_whole(tmp_path) -> None:
     assert (manifest["train"]["documents"], manifest["validation"]["documents"]) == (1, 2)
 
 
-def test_an_unreachable_hub_is_contacted_once(tmp_path, monkeypatch) -> None:
+ON_HUB = TaskConfig("qqp", "hub:train", {}, hub_name="no/such")
+LOADS = [partial(open_corpus, DataConfig("huggingface", 16, name="no/such")), partial(load_hub, ON_HUB, ON_HUB.train)]
+
+
+@pytest.mark.parametrize("load", LOADS, ids=["data", "task"])
+def test_an_unreachable_hub_is_contacted_once(load, monkeypatch) -> None:
     import datasets
     import huggingface_hub
 
@@ -74,8 +82,8 @@ def test_an_unreachable_hub_is_contacted_once(tmp_path, monkeypatch) -> None:
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)  # restored afterwards
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     start = time.monotonic()
-    with pytest.raises(ValueError, match="`data.name` must be .* 'no/such': .*127.0.0.1:9 could not be reached"):
-        open_corpus(DataConfig("huggingface", 16, name="no/such"))
+    with pytest.raises(ValueError, match="name` must be .* no/such/train: .*127.0.0.1:9 could not be reached"):
+        load()
     assert time.monotonic() - start < 10
 
 

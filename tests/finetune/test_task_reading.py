@@ -370,7 +370,7 @@ def test_class_names_of_the_hub_in_another_order_raise(monkeypatch) -> None:
 
 
 def test_a_data_set_that_the_hub_does_not_have_is_named() -> None:
-    with pytest.raises(ValueError, match="`task.hub_name` must be a data set.*nobody/nothing/validation"):
+    with pytest.raises(ValueError, match="`task.hub_name` must be a dataset.*nobody/nothing/validation"):
         read_examples(make_task("mnli", hub_name="nobody/nothing"), "hub:validation")
 
 

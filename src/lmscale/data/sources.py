@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..config.data import DataConfig
 from ..text.documents import FileReport, ReadRules, read_documents, read_file, reason_of
@@ -85,21 +86,34 @@ def _read_files(files: InputFiles, hashes: dict[str, str], config: DataConfig, k
     return texts, {"files": hashes, "problems": dict(problems)}
 
 
-def _open_dataset(config: DataConfig) -> Corpus:
-    import datasets
+def load_dataset(key: str, name: str, subset: str | None, split: str) -> Any:
+    """Load a split of a dataset of the Hugging Face hub, of its cache, or of a local folder: an Arrow table on disk.
+
+    Args:
+        key: of the name, for messages.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    import datasets  # takes seconds, which local files avoid
     import huggingface_hub
 
     # Without a network the libraries retry six times, for over half a minute, before they search their cache.
-    is_offline = not Path(config.name).exists() and not can_reach_hub()
+    is_offline = not Path(name).exists() and not can_reach_hub()
     if is_offline:
         datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        dataset = datasets.load_dataset(config.name, config.subset, split=config.split)
+        return datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises many types: no such dataset, subset or split, no network
         reason = reason_of(error)
         if is_offline:
             reason += f" ({huggingface_hub.constants.ENDPOINT} could not be reached, so only the cache was searched)"
-        raise ValueError(f"`data.name` must be a dataset that can be loaded, but {config.name!r}: {reason}") from None
+        where = "/".join(filter(None, (name, subset, split)))
+        raise ValueError(f"`{key}` must be a dataset that can be loaded, but {where}: {reason}") from None
+
+
+def _open_dataset(config: DataConfig) -> Corpus:
+    dataset = load_dataset("data.name", config.name, config.subset, config.split)
     if config.text_field not in dataset.column_names:
         raise ValueError(
             f"`data.text_field` must be one of the dataset's columns {dataset.column_names}, "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.finetune import FROM_HUB, FinetuneConfig, TaskConfig
+from ..data.sources import load_dataset
 from ..results import check_no_record
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -178,20 +179,8 @@ def hub_rows(
 
 
 def load_hub(task: TaskConfig, place: str) -> Any:
-    """Load the split of a data set, an Arrow table on disk.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    import datasets  # takes seconds, which local files avoid
-
-    try:
-        return datasets.load_dataset(task.hub_name, task.hub_subset, split=place.removeprefix(FROM_HUB))
-    except Exception as error:  # the library and the hub client raise many types
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"`task.hub_name` must be a data set that the hub or its cache has, but {hub_source(task, place)}: {reason}"
-        ) from None
+    """Load the split of a data set, as `load_dataset`."""
+    return load_dataset("task.hub_name", task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB))
 
 
 def hub_source(task: TaskConfig, place: str) -> str:
