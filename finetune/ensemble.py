@@ -48,12 +48,13 @@ def main() -> int:
         refuse_run_folder(options.out)
         kind, paper_size = evidence(options.runs)
         metrics, alarms = ensemble(options.runs, options.out)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        members = {"members": [str(run) for run in options.runs], "paper_size": paper_size, "alarms": alarms}
+        record = new_record(NAME, kind, config=members, seed=None, metrics=with_units(metrics), device="cpu")
+        write_record(record, options.out / "record.json")
+    except (OSError, ValueError) as error:
+        unwritten = "the ensemble cannot be written: " if isinstance(error, OSError) else ""
+        print(f"error: {unwritten}{error}", file=sys.stderr)
         return 2
-    members = {"members": [str(run) for run in options.runs], "paper_size": paper_size, "alarms": alarms}
-    record = new_record(NAME, kind, config=members, seed=None, metrics=with_units(metrics), device="cpu")
-    write_record(record, options.out / "record.json")
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")
     for alarm in alarms:
