@@ -61,7 +61,14 @@ def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, name: str
     with pytest.raises(CheckpointError, match=f"`tokenizer_path` must name valid files, .*{name} must be ") as caught:
         TokenizerFiles(tmp_path, CONFIG)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "merges.txt", "tokenizer_config.json"])
+def test_a_folder_without_a_vocabulary_is_no_tokenizer(tmp_path, name: str) -> None:
+    (tmp_path / (name or "unknown")).write_text("{}")
     with pytest.raises(CheckpointError, match="`tokenizer_path` must be a tokenizer.json, a vocab.txt or a folder"):
+        TokenizerFiles(tmp_path, CONFIG)
+    with pytest.raises(CheckpointError, match="but is .*nowhere"):
         TokenizerFiles(tmp_path / "nowhere", CONFIG)
 
 

@@ -10,7 +10,8 @@ from .errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_NAMES = (*_SETTINGS, "tokenizer.json", "vocab.txt", "vocab.json", "merges.txt")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
+_NAMES = (*_SETTINGS, *_VOCABULARIES, "merges.txt")
 
 
 class TokenizerFiles:
@@ -31,13 +32,13 @@ class TokenizerFiles:
         else:
             places = {name: path / name for name in _NAMES} if path.is_dir() else {"tokenizer.json": path}
         self.files = {name: place for name, place in places.items() if place.is_file()}
-        if not self.files:
+        if self.files.keys().isdisjoint(_VOCABULARIES):
             raise CheckpointError(
                 f"`tokenizer_path` must be a tokenizer.json, a vocab.txt or a folder with such files, but is {path}"
             )
         try:
             self.ids = self._read_ids()
-        except (KeyError, ValueError) as error:
+        except ValueError as error:
             raise CheckpointError(f"`tokenizer_path` must name valid files, but {error}") from None
         highest = max(self.ids.values(), default=-1)
         if highest >= config.vocab_size:
@@ -65,5 +66,5 @@ class TokenizerFiles:
 
 def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerConfig) -> TokenizerFiles | None:
     """The tokenizer at `path`, or where none is given the one whose files are in the folder `beside`, or None."""
-    has_own = any((beside / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json"))
+    has_own = any((beside / name).is_file() for name in _VOCABULARIES)
     return TokenizerFiles(path or beside, config) if path is not None or has_own else None
