@@ -20,7 +20,7 @@ from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.overlap import _waits, exposed_shares
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import Plan
-from lmscale.planner.plan_table import format_plan
+from lmscale.planner.plan_table import format_plan, short_number
 from lmscale.planner.search import describe_host
 
 
@@ -215,3 +215,10 @@ def test_a_plan_says_that_it_is_host_bound_and_which_micro_batch_is_not() -> Non
     assert line.endswith("micro_batch_size=8 global_batch_size=8")
     tiny = dataclasses.replace(plan.cluster, memory_gib=plan.needed_bytes / 2**30 + plan.cluster.reserved_gib + 0.01)
     assert describe_host(dataclasses.replace(plan, cluster=tiny))[0].endswith("no larger micro-batch fits")
+
+
+@pytest.mark.parametrize(
+    "value, text", [(999_949, "999.9 k"), (999_950, "1 M"), (999.96, "1 k"), (1.5, "1.5"), (1.2344e18, "1,234 P")]
+)
+def test_a_number_is_rounded_to_four_digits_before_it_gets_its_prefix(value: float, text: str) -> None:
+    assert short_number(value) == text

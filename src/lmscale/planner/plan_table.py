@@ -234,6 +234,7 @@ def format_operations(rows: list[Row]) -> str:
 
 def short_number(value: float) -> str:
     """Four digits and a prefix: 1.234 P."""
+    value = float(f"{value:.4g}")  # 999,999 is 1 M
     for size, prefix in _UNITS:
         if value >= size:
             return f"{value / size:,.4g} {prefix}" if value < 1000 * size else f"{value / size:,.0f} {prefix}"
