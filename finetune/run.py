@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_finetuning
-from lmscale.launcher import join_ranks, world_from_outside
+from lmscale.launcher import join_ranks
 
 # On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
 # many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
@@ -26,8 +26,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     """Build the config, check the job, and run `finetune` on every rank: build model, data and Trainer, then fit.
 
     Ranks are started here, or are those of torchrun or srun. A run that has finished in its folder is left as it is, so
-    that a sweep that was stopped continues with the same command; not where others started the ranks, which might not
-    all see the folder.
+    that a sweep that was stopped continues with the same command.
 
     Args:
         files: texts by path, written into the run folder when training starts.
@@ -36,7 +35,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     from lmscale.finetune.sources import check_places, is_finished
 
     run = FinetuneConfig.from_dict(values)
-    if world_from_outside() is None and is_finished(run):
+    if is_finished(run):
         print(f"finished before, nothing to do; record: {run.run_dir}/record.json", flush=True)
         return
     check_places(run)

@@ -19,7 +19,7 @@ from finetune_runs import (
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.evaluation.squad import score
 from lmscale.finetune.finetuning import prepare_job
-from lmscale.finetune.sources import is_finished
+from lmscale.finetune.sources import check_values, is_finished
 from lmscale.finetune.tasks import objective_of
 
 OF_EVERY_RUN = {"steps", "num_updates", "num_skipped", "train_time", "train_cpu_time", "items_per_s"}
@@ -81,6 +81,8 @@ def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, ckpt,
     scored = make_run("qqp", tmp_path, Path(run.run_dir), run="scored", trainer__num_epochs=0, trainer__save=True)
     assert run_here(scored) == 0 and read_metrics(scored)["qqp/accuracy"] == read_metrics(run)["qqp/accuracy"]
     assert is_finished(run) and is_finished(scored)  # which has no checkpoint
+    Path(run.task.train).unlink()
+    check_values(run.to_dict())  # as a job of a stopped sweep, which will do nothing
 
 
 def test_losses_and_scores_do_not_depend_on_the_layout(tmp_path, ckpt) -> None:

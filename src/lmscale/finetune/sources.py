@@ -10,6 +10,7 @@ from typing import Any
 
 from ..config.finetune import FROM_HUB, FinetuneConfig, TaskConfig
 from ..data.sources import load_dataset
+from ..launcher import world_from_outside
 from ..results import check_no_record
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -29,14 +30,17 @@ def check_values(values: dict[str, Any]) -> None:
     run = FinetuneConfig.from_dict(values)
     if not is_finished(run):
         check_unused(run)
-    check_places(run)
+        check_places(run)
 
 
 def is_finished(run: FinetuneConfig) -> bool:
     """Whether the run folder has the record of this very configuration, and the checkpoint that it was to save.
 
-    The content of its data files and of its checkpoint is not compared.
+    The content of its data files and of its checkpoint is not compared. Never where others started the ranks, which
+    might not all see the folder.
     """
+    if world_from_outside() is not None:
+        return False
     folder, saves = Path(run.run_dir), run.trainer.save and run.trainer.num_epochs > 0
     try:
         record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
