@@ -279,6 +279,9 @@ def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:
     assert "tensor-parallel messages, not hidden" in step_time and "all-reduce" not in step_time
 
 
+FP8 = ["precision=fp8", "cluster=h200"]
+
+
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -293,6 +296,25 @@ def test_the_table_names_the_time_of_messages_that_nothing_hides() -> None:
             ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.seq_length=1022", "cluster=h200"],
             "`data.seq_length` must be a multiple of `parallel.tp_size` (4)",
         ),
+        (
+            ["precision=fp16", "precision.hysteresis=12"],
+            "`precision.hysteresis` must be at most 10 with trainer.max_skipped_steps=10, but is 12",
+        ),
+        ([*FP8, "model.hidden_size=1900"], "a multiple of 16 x tp_size (1) with precision=fp8, but is 1900"),
+        (
+            [*FP8, "parallel.tp_size=2", "model.ffn_hidden_size=7600"],
+            "`model.ffn_hidden_size` must be a multiple of 16 x tp_size (2) with precision=fp8, but is 7600",
+        ),
+        (
+            [*FP8, "micro_batch_size=1", "data.seq_length=1000"],
+            "`micro_batch_size` x `data.seq_length` must be a multiple of 16 with precision=fp8, but is 1 x 1000; the "
+            "nearest layout that works is ",
+        ),
+        (
+            [*FP8, "micro_batch_size=1", "global_batch_size=3", "data.seq_length=1000"],
+            "but is 1 x 1000; no layout works",
+        ),
+        ([*FP8, "best=true", "global_batch_size=3", "data.seq_length=1000"], "a layout fits with global_batch_size=2"),
     ],
 )
 def test_ignored_keys_are_refused(overrides: list[str], message: str) -> None:

@@ -19,7 +19,7 @@ from .checks import (
     require,
 )
 from .from_dict import EntryConfig
-from .training import Formula, ScheduleConfig, TrainerOptions, TrainingRequest, require_loss_scale_halves
+from .training import Formula, ScheduleConfig, TrainerOptions, TrainingRequest
 
 TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
 TABLE_COLUMNS = ("id", "first", "second", "label")  # of a user's own task
@@ -219,7 +219,6 @@ class FinetuneConfig(TrainingRequest, EntryConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.precision.refuse_float8()
-        require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         # Batches are as long as their longest input, and layers are not compiled.
         for name in ("sequence_parallel", "batch_halves"):
             require(self, f"parallel.{name}", "false for a finetuning", not getattr(self.parallel, name))

@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from .checks import Checked, Positive, Rule, refuse, require
+from .model import FLOAT8_MULTIPLE, ModelConfig
 
 # torch counts milliseconds in 32 bits.
 _Timeout = Annotated[
@@ -128,16 +129,18 @@ class Layout(LayoutOptions):
         """Parts in which layers compute a micro-batch, 1 or 2."""
         return 2 if self.cuts_batch else 1
 
-    def divide(self, model: Any, micro_batch_size: int, global_batch_size: int, seq_length: int) -> "BatchConfig":
+    def divide(
+        self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int, dtype: str
+    ) -> "BatchConfig":
         """Check that this grid divides a model and its batch; returns how it divides the batch.
 
         Args:
-            model: a `ModelConfig`.
+            dtype: of `PrecisionConfig`.
 
         Raises:
             ValueError: `tp_size` does not cut the model, or with `sequence_parallel` the sequence, into equal shards;
-                there are fewer layers than stages; with `batch_halves` a micro-batch has no equal halves; or the batch
-                is not a whole number of micro-batches.
+                there are fewer layers than stages; with `batch_halves` a micro-batch has no equal halves; the batch is
+                not a whole number of micro-batches; or fp8, whose products do not take these sizes.
         """
         model.check_tensor_parallel(self.tp_size, self.pad_heads)
         model.check_stages(self.pp_size)
@@ -146,6 +149,15 @@ class Layout(LayoutOptions):
         if self.cuts_sequence and seq_length % self.tp_size:
             rule = f"a multiple of `tp_size` ({self.tp_size}) with `sequence_parallel`"
             refuse("data.seq_length", rule, seq_length)
+        if dtype == "fp8":
+            model.check_float8(self.tp_size)
+            multiple = FLOAT8_MULTIPLE * self.batch_parts
+            if micro_batch_size * seq_length % multiple:
+                raise ValueError(
+                    f"`micro_batch_size` x `data.seq_length` must be a multiple of {multiple} with "
+                    f"precision=fp8{' and `batch_halves`' if self.cuts_batch else ''}, "
+                    f"but is {micro_batch_size} x {seq_length}"
+                )
         return BatchConfig(micro_batch_size, global_batch_size, self.dp_size)
 
 

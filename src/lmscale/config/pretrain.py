@@ -11,7 +11,7 @@ from .checks import Checked, Count, Positive, Seed, Steps, refuse, require
 from .data import DataConfig, TokenizerConfig
 from .from_dict import EntryConfig, keys_of
 from .layout import BatchConfig, Layout, ParallelConfig
-from .model import FLOAT8_MULTIPLE, ModelConfig, from_file, require_positions, to_file
+from .model import ModelConfig, from_file, require_positions, to_file
 from .training import (
     RESUME_RULE,
     CheckpointConfig,
@@ -19,7 +19,6 @@ from .training import (
     ScheduleConfig,
     TrainerConfig,
     TrainingRequest,
-    require_loss_scale_halves,
 )
 
 
@@ -95,7 +94,6 @@ class RunConfig(TrainingRequest, EntryConfig):
         ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)
-        require_loss_scale_halves(self.precision, self.trainer.max_skipped_steps)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -113,21 +111,11 @@ class RunConfig(TrainingRequest, EntryConfig):
             model: with the tokenizer's vocabulary, once that is known.
 
         Raises:
-            ValueError: as `Layout.divide`, or with precision=fp8 sizes that float8 products do not take.
+            ValueError: as `Layout.divide`.
         """
-        config, tp_size = model or self.model, layout.tp_size
+        sizes = self.micro_batch_size, self.global_batch_size, self.data.seq_length
         with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
-            batch = layout.divide(config, self.micro_batch_size, self.global_batch_size, self.data.seq_length)
-            if self.precision.dtype == "fp8":
-                config.check_float8(tp_size)
-                multiple = FLOAT8_MULTIPLE * layout.batch_parts
-                if self.micro_batch_size * self.data.seq_length % multiple:
-                    raise ValueError(
-                        f"`micro_batch_size` x `data.seq_length` must be a multiple of {multiple} with "
-                        f"precision=fp8{' and `batch_halves`' if layout.cuts_batch else ''}, "
-                        f"but is {self.micro_batch_size} x {self.data.seq_length}"
-                    )
-            return batch
+            return layout.divide(model or self.model, *sizes, self.precision.dtype)
 
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":

@@ -188,34 +188,28 @@ class TrainingRequest(Checked):
         global_batch_size: sequences of one optimizer step, over all ranks and accumulated micro-batches.
 
     Raises:
-        ValueError: an invalid value; moments in bf16 with weights in fp64, whose update is not in fp32.
+        ValueError: an invalid value; moments in bf16 with weights in fp64, whose update is not in fp32; with fp16 a
+            hysteresis with which the loss scale hardly ever halves, and every step is skipped.
     """
 
     name: str
     parallel: ParallelConfig
     optimizer: OptimizerConfig
     precision: PrecisionConfig
+    trainer: TrainerOptions
     micro_batch_size: Positive
     global_batch_size: Positive
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_wide = self.precision.dtype == "fp64"
-        require(self, "optimizer.moments", "fp32 with precision=fp64", not is_wide or self.optimizer.moments == "fp32")
-
-
-def require_loss_scale_halves(precision: PrecisionConfig, max_skipped_steps: int) -> None:
-    """Refuse a hysteresis with which fp16's loss scale hardly ever halves, and every step is skipped.
-
-    The limit on skipped steps does not count overflows while the scale can decrease, so it would not end the run.
-
-    Raises:
-        ValueError: more overflows before the scale halves than steps in a row may be skipped.
-    """
-    largest = max(max_skipped_steps, PrecisionConfig.hysteresis)
-    if precision.dtype == "fp16" and precision.hysteresis > largest:
+        precision, max_skipped_steps = self.precision, self.trainer.max_skipped_steps
+        is_narrow = precision.dtype != "fp64" or self.optimizer.moments == "fp32"
+        require(self, "optimizer.moments", "fp32 with precision=fp64", is_narrow)
+        # The limit on skipped steps does not count overflows while the loss scale can halve.
+        largest = max(max_skipped_steps, PrecisionConfig.hysteresis)
         rule = f"at most {largest} with trainer.max_skipped_steps={max_skipped_steps}"
-        refuse("precision.hysteresis", rule, precision.hysteresis)
+        halves = precision.dtype != "fp16" or precision.hysteresis <= largest
+        require(self, "precision.hysteresis", rule, halves)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Plan:
         assert job.on_gpu == cluster.is_gpu
         if layout.world_size > cluster.num_devices:
             raise ValueError(f"{layout.formula} must be at most the {cluster.num_devices:,} devices of {cluster.name}")
-        layout.divide(job.config, job.micro_batch_size, job.global_batch_size, job.seq_length)
+        job.check_layout(layout)
 
     @property
     def num_devices(self) -> int:

@@ -30,7 +30,7 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     """The job to plan, and notes on assumed values; `model.recompute=auto` starts from none.
 
     Raises:
-        ValueError: the devices do not have the type.
+        ValueError: the devices do not have the type, or no layout of the model has sizes for float8.
     """
     notes, cluster = [], question.cluster
     if question.model.vocab_size is None:
@@ -43,6 +43,9 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
             notes.append(f"{cluster.device} has no {dtype}: planned with precision={other}")
         dtype = other
     cluster.peak_flops_per_s(dtype)
+    if dtype == "fp8":  # what one device refuses, every layout does
+        with keys_of(TransformerConfig, "model."):
+            job.config.check_float8(tp_size=1)
     return dataclasses.replace(job, dtype=dtype), notes
 
 

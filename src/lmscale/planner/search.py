@@ -52,10 +52,12 @@ def _possible_layouts(job: Workload, options: Layout, largest: int) -> list[Layo
 
 
 def divides(job: Workload, layout: Layout) -> bool:
-    """Whether a layout divides the batch into whole micro-batches and these, where it cuts them, into equal parts."""
-    whole = job.global_batch_size % (job.micro_batch_size * layout.dp_size) == 0
-    halves = job.micro_batch_size % layout.batch_parts == 0
-    return whole and halves and not (layout.cuts_sequence and job.seq_length % layout.tp_size)
+    """Whether a layout divides the model and the batch."""
+    try:
+        job.check_layout(layout)
+    except ValueError:
+        return False
+    return True
 
 
 def micro_batch_sizes(job: Workload, layout: Layout) -> list[int]:
@@ -265,14 +267,14 @@ def nearest(number: int, numbers: Iterable[int]) -> list[int]:
 
 
 def _possible_numbers(job: Workload, cluster: Cluster, options: Layout) -> set[int]:
-    """Numbers of devices that some grid uses fully; always contains 1."""
+    """Numbers of devices that some grid uses fully."""
     return {layout.world_size for layout in _possible_layouts(job, options, cluster.num_devices)}
 
 
 def largest_number(job: Workload, cluster: Cluster, options: Layout) -> int:
     """The largest number of devices that some fitting layout uses fully; if none fits, that some grid uses fully."""
     numbers = sorted(_possible_numbers(job, cluster, options), reverse=True)
-    return next((number for number in numbers if _fits_on(job, cluster, number, options)), numbers[0])
+    return next((number for number in numbers if _fits_on(job, cluster, number, options)), max(numbers, default=1))
 
 
 def _fits_on(job: Workload, cluster: Cluster, num_devices: int, options: Layout, within_nodes: bool = False) -> bool:
@@ -326,6 +328,8 @@ def suggest_layout(job: Workload, wanted: Layout, cluster: Cluster) -> str:
             return f"{without}the nearest layout that works is {near.overrides}"
     layouts = [each for layout in _relaxed(wanted) for each in _possible_layouts(job, layout, cluster.num_devices)]
     needs = [(estimate_memory(*candidate).total, candidate) for candidate in _candidates(job, layouts)]
+    if not needs:
+        return "no layout works"
     needed, (least, layout) = min(needs, key=lambda need: need[0])
     return (
         f"no layout works: the one that needs least memory, {least.overrides(layout)}, still needs "

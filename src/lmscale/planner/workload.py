@@ -89,6 +89,10 @@ class Workload:
         """Forward passes of a rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
 
+    def check_layout(self, layout: Layout) -> None:
+        """Raise the ValueError of `Layout.divide` unless a grid divides this training."""
+        layout.divide(self.config, self.micro_batch_size, self.global_batch_size, self.seq_length, self.dtype)
+
     def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Workload":
         """The same training with a different micro-batch or recomputation mode."""
         config = self.config if recompute is None else dataclasses.replace(self.config, recompute=recompute)
