@@ -1,6 +1,7 @@
 """The first lines that a run prints, its port, and its folder: one job at a time, also after kill -9."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +19,14 @@ from runs import tiny_run, train_here
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
-from lmscale.training import announcement
+from lmscale.training import agreement, announcement
 from lmscale.training.announcement import describe_bounded_validation, describe_options, warn_of_cost
 from lmscale.training.metrics_file import MetricsFile
+from lmscale.training.pretrain import pretrain
+from lmscale.training.resolve import resolve
 from lmscale.training.run_folder import METRICS, prepare_folder
 from lmscale.training.runtime import run_lock
-from lmscale.training.runtime.exit_codes import INTERRUPTED
+from lmscale.training.runtime.exit_codes import INTERRUPTED, USER_ERROR
 from lmscale.training.runtime.interruption import Interruption
 from lmscale.training.runtime.run_lock import RunLock, check_not_in_use
 
@@ -140,6 +144,19 @@ def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -
     saved = [read_metadata(path).state["train_time_s"] for path in list_checkpoints(tmp_path / "checkpoints")]
     times = [*saved, record["metrics"]["train_time"]["value"]]  # after steps 3 and 4 (two are kept), and at the end
     assert all(before < after for before, after in itertools.pairwise(times)), "not of the whole run"
+
+
+def test_a_run_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch, capsys) -> None:
+    def refuse(*_) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "checkpoints")
+
+    job = resolve(tiny_run("gpt", tmp_path))
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ValueError, match=f"the run folder {tmp_path} cannot be used: .* Permission denied"):
+        resolve(job.run)
+    monkeypatch.setattr(agreement, "find_checkpoint", refuse)
+    assert pretrain(job) == USER_ERROR
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'checkpoints'\n"
 
 
 HOLD = """

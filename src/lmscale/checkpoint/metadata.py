@@ -197,11 +197,11 @@ def find_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run fol
     Raises:
         CheckpointError: it does not; the message names the key.
     """
-    found = latest_checkpoint(path)
     try:
+        found = latest_checkpoint(path)
         if not is_hugging_face(found):
             check_is_checkpoint(found)
-    except CheckpointError as error:
+    except (OSError, CheckpointError) as error:
         raise CheckpointError(f"`{key}` must be {kinds}, but {error}") from None
     return found
 

@@ -18,7 +18,7 @@ from ..training.fit import check_copies, finetuning_workload, resolve_layout, st
 from ..training.metrics_file import MetricsFile
 from ..training.runtime.device_memory import check_free_memory
 from ..training.runtime.exit_codes import DONE
-from ..training.runtime.run_lock import check_not_in_use
+from ..training.runtime.run_lock import check_not_in_use, run_folder_errors
 from ..training.runtime.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
@@ -40,9 +40,10 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
     if accelerator == "gpu":
         set_allocator()
-    check_unused(run)
-    if is_first_rank():
-        check_not_in_use(Path(run.run_dir))
+    with run_folder_errors(Path(run.run_dir)):
+        check_unused(run)
+        if is_first_rank():
+            check_not_in_use(Path(run.run_dir))
     check_places(run)
     places = task.scored_sets()
     start, tokenizer = check_initial_checkpoint(run)

@@ -22,7 +22,7 @@ from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from . import accelerator, fit
 from .job import Job
 from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
-from .runtime.run_lock import check_not_in_use
+from .runtime.run_lock import check_not_in_use, run_folder_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +103,14 @@ def check(run: RunConfig) -> CheckedRun:
     if on_gpu:
         accelerator.set_allocator(run.cuda_graphs)
     checkpoint, kept, folder = None, None, Path(run.run_dir)
-    if is_first_rank():
-        check_not_in_use(folder)
-    if run.resume.path != "none" or is_restart() or (folder.is_dir() and any(folder.iterdir())):
-        from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
+    with run_folder_errors(folder):
+        if is_first_rank():
+            check_not_in_use(folder)
+        if run.resume.path != "none" or is_restart() or (folder.is_dir() and any(folder.iterdir())):
+            from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
 
-        checkpoint = find_checkpoint(run)
-        kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
+            checkpoint = find_checkpoint(run)
+            kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
     config = run.model.resolve(STAND_IN_VOCAB_SIZE)
     flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)

@@ -92,7 +92,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             first_rank_only: the other ranks do nothing and return None.
 
         Raises:
-            ValueError: of the kind that `action` has raised; a plain one becomes a `CheckpointError`.
+            ValueError: of the kind that `action` has raised; a plain one, or an OSError, becomes a `CheckpointError`.
 
         Communicates:
             one small object per rank over the world, between the hosts.
@@ -101,11 +101,12 @@ class ShardedCheckpointStrategy(DDPStrategy):
         try:
             if self.is_global_zero or not first_rank_only:
                 result = action()
-        except ValueError as problem:
+        except (OSError, ValueError) as problem:
             error = problem
         error = next((each for each in self.gather(error) if each is not None), None)
         if error is not None:
-            raise CheckpointError(str(error)) if type(error) is ValueError else error
+            is_plain = type(error) is ValueError or isinstance(error, OSError)
+            raise CheckpointError(str(error)) if is_plain else error
         return result
 
     def gather(self, item: Any) -> list[Any]:
