@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import tiny_run, train_here
+from runs import run_jobs, tiny_run, train_here
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
@@ -144,6 +144,22 @@ def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -
     saved = [read_metadata(path).state["train_time_s"] for path in list_checkpoints(tmp_path / "checkpoints")]
     times = [*saved, record["metrics"]["train_time"]["value"]]  # after steps 3 and 4 (two are kept), and at the end
     assert all(before < after for before, after in itertools.pairwise(times)), "not of the whole run"
+
+
+def _hide_record(rank: int) -> None:
+    """On rank 1, as an NFS client that has not looked again."""
+    is_file = Path.is_file
+    if rank == 1:
+        Path.is_file = lambda path: path.name != "record.json" and is_file(path)
+
+
+def test_rank_0_decides_whether_the_run_has_ended(tmp_path) -> None:
+    run = tiny_run("gpt", tmp_path, trainer__max_steps=4, resume__path="auto", parallel__dp_size=2, micro_batch_size=2)
+    run_jobs([run], 2)
+    record = (tmp_path / "record.json").read_bytes()
+    shorter = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, stop_after_steps=2))
+    run_jobs([run, shorter], 2, fault=_hide_record)
+    assert (tmp_path / "record.json").read_bytes() == record
 
 
 def test_a_run_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch, capsys) -> None:

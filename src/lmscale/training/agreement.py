@@ -67,7 +67,7 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
         CheckpointError, ScheduleDiffersError: the checkpoint cannot be used; the same on all ranks.
 
     Communicates:
-        as `agree_on_checkpoint`, one small object per rank, and one small object from rank 0 to the world.
+        as `agree_on_checkpoint`, and a few small objects over the world.
     """
     run, strategy = job.run, session.strategy
     session.watchdog.mark("the check of the checkpoint")
@@ -79,7 +79,8 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     if path is not None:  # under torchrun, or back to an older one, not that of `resolve`
         found = read_metadata(path)
         check_model(found, job.model, path)
-        optimizer, schedule = check_fit(run, job.corpus.content_hash, path, found)
+        check = partial(check_fit, run, job.corpus.content_hash, path, found)  # rank 0 looks for a record
+        optimizer, schedule = strategy.broadcast(strategy.agree(check, first_rank_only=True))
         resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
         if resumes:
             step, train_time_s = found.step, found.state.get("train_time_s", math.nan)

@@ -37,9 +37,12 @@ def begin_run_folder(job: ResolvedRun, agreed: Agreement, session: RankSession, 
 
     Raises:
         CheckpointError: the folder cannot be written, or some rank does not see it; the same on all ranks.
+
+    Communicates:
+        from rank 0 whether there is a record, which others may not see yet over NFS; then small objects.
     """
     run_dir, strategy, last_step = session.folder, session.strategy, session.trainer.max_steps
-    if agreed.step >= last_step and (run_dir / RECORD).is_file():
+    if strategy.broadcast(agreed.step >= last_step and (run_dir / RECORD).is_file()):
         if session.is_first:
             print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
         return False
