@@ -153,6 +153,12 @@ time.sleep(20)
     assert list(tmp_path.iterdir()) == [started]
 
 
+def test_a_training_that_cannot_start_leaves_the_handler_of_sigterm() -> None:
+    with pytest.raises(FileNotFoundError):
+        measuring.time_training(["/nowhere/python"], 10, False)
+    assert signal.getsignal(signal.SIGTERM) is not measuring._end
+
+
 def test_if_every_layout_fails_there_is_no_record(tmp_path, two_cores) -> None:
     asked = question(tmp_path / "layouts.json", "measure=2")
     with pytest.raises(ValueError, match="a layout that trains, but all have failed: no steps"):

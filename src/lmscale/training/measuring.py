@@ -188,21 +188,21 @@ def _run(words: list[str], stderr: TextIO, environment: dict[str, str]) -> tuple
         its exit code; and the resources of it and of all processes that it has started, of which the peak memory is
         that of the largest one, on Linux at least that of this process.
     """
-    previous = signal.signal(signal.SIGTERM, _end)
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        return process.returncode, usage
-    except BaseException:
-        process.terminate()  # it stops after the step, and would then save
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)
-        raise
-    finally:
-        process.kill()  # its ranks end when their launcher is gone
-        process.wait()
-        signal.signal(signal.SIGTERM, previous)
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _end))
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=stderr, env=environment)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, usage
+        except BaseException:
+            process.terminate()  # it stops after the step, and would then save
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            raise
+        finally:
+            process.kill()  # its ranks end when their launcher is gone
+            process.wait()
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
