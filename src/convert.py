@@ -41,14 +41,11 @@ def write(config: ConvertConfig) -> Path:
 
     from lmscale.checkpoint import METADATA
     from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
-    from lmscale.checkpoint.metadata import find_given, latest_checkpoint
+    from lmscale.checkpoint.metadata import find_given
     from lmscale.checkpoint.reshard import reshard
 
     source, target, tokenizer = config.source, config.target, config.tokenizer_path
-    is_ours = (latest_checkpoint(source) / METADATA).is_file()  # a run folder has a config.json too
-    is_published = not is_ours and (Path(source) / "config.json").is_file()
-    if not is_published:
-        find_given("source", source)
+    is_published = not (find_given("source", source) / METADATA).is_file()
     if is_published and config.format == "hugging_face":
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {source}")
     if config.initialize_missing_heads and not is_published:

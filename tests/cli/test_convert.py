@@ -24,6 +24,8 @@ def published(tmp_path_factory) -> Path:
     """A small GPT-2 saved by transformers."""
     folder = tmp_path_factory.mktemp("published") / "gpt2"
     GPT2LMHeadModel(GPT2Config(**SIZES, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("{")
     return folder
 
 
@@ -99,6 +101,10 @@ MISTAKES = {
     "a missing target": (["source=x"], "`target` must be given"),
     "no source": (["source=nowhere", "target=target"], "`source` must be a checkpoint, a run folder or"),
     "neither": ([f"source={REPOSITORY}", "target=target"], "`source` must be a checkpoint, a run folder or"),
+    "a broken configuration": (
+        ["source=${published}/broken", "target=target"],
+        "broken is not a checkpoint: it has no metadata.json, and its config.json is not one of Hugging Face",
+    ),
     "theirs to theirs": (
         ["source=${published}", "target=target", "format=hugging_face"],
         "`source` must be a checkpoint of ours with format=hugging_face, but is",
@@ -112,5 +118,5 @@ def test_an_error_is_one_line_and_nothing_is_written(published, tmp_path, mistak
     words = (override.replace("${published}", str(published)) for override in overrides)
     done = refuse(REPOSITORY / "src" / "convert.py", *words, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: `") and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert done.stdout == "" and list(tmp_path.iterdir()) == []

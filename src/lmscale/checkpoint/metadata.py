@@ -223,7 +223,8 @@ def check_is_checkpoint(path: Path) -> None:
     elif is_hugging_face(path):
         what = f"a Hugging Face model; import it: python src/convert.py source={path} target=NEW_FOLDER"
     else:
-        what = f"not a checkpoint: it has no {METADATA}"
+        other = ", and its config.json is not one of Hugging Face" if (path / "config.json").is_file() else ""
+        what = f"not a checkpoint: it has no {METADATA}{other}"
     raise CheckpointError(f"{path} is {what}")
 
 
