@@ -11,9 +11,10 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext
+from lmscale.training import metrics_file
 from lmscale.training.callbacks.step_report import StepReport
 from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
-from lmscale.training.metrics_file import MetricsFile
+from lmscale.training.metrics_file import LinesFile, MetricsFile
 from lmscale.training.module import BERTModule, GPTModule
 from lmscale.training.runtime.session import Ending
 from lmscale.training.runtime.watchdog import Watchdog
@@ -71,6 +72,18 @@ def test_a_resume_loses_no_row_of_a_file_with_a_byte_order_mark_and_other_letter
     second.log_metrics({"train/loss": 0.5}, 4)
     assert [row["step"] for row in rows(path)] == ["1", "2", "3", "4"]
     assert list(rows(path)[0])[:3] == ["step", "train/loss", "Länge"]
+
+
+def test_lines_that_a_full_disk_refused_follow_with_the_next(tmp_path, monkeypatch, capsys) -> None:
+    lines = LinesFile(tmp_path / "scores.jsonl")
+    lines.append({"step": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file, "write_atomically", full)
+        lines.append({"step": 2})
+        lines.append({"step": 3})
+    assert capsys.readouterr().err.count("scores.jsonl: it cannot be written (") == 1
+    lines.append({"step": 4})
+    assert lines.path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
 
 
 def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:

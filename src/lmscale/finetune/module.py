@@ -1,6 +1,5 @@
 """The Lightning module of finetuning, for all tasks: the loss of the head, and the scores of every item."""
 
-import json
 import sys
 import time
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..checkpoint import checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel.data_collectives import sum_over_data_ranks
+from ..training.metrics_file import LinesFile
 from ..training.runtime.exit_codes import DIVERGED, DONE
 from ..training.runtime.session import RankSession
 from ..training.step.training_module import TrainingModule
@@ -66,6 +66,7 @@ class FinetuneModule(TrainingModule):
         self.sets, self.run_dir = sets, session.folder
         self.watchdog, self.ending = session.watchdog, session.ending
         self.steps_per_epoch, self.scored_at = steps_per_epoch, -1
+        self.scores = LinesFile(self.run_dir / "scores.jsonl")
         self.metrics: dict[str, float] = {}  # of the last scoring, on every rank
         self.predictions: dict[str, Predictions] = {}  # the same, on rank 0
         self.logits: dict[str, list[np.ndarray]] = {}
@@ -143,8 +144,7 @@ class FinetuneModule(TrainingModule):
                 return None
         self.predictions, metrics = predict_sets(task, self.sets, self.logits, task.chosen_on())
         line = {"step": self.completed_steps, "epoch": self.completed_steps / max(1, self.steps_per_epoch)}
-        with open(self.run_dir / "scores.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(line | _for_json(metrics)) + "\n")
+        self.scores.append(line | _for_json(metrics))
         shown = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
         print(f"step {self.completed_steps}: {shown}", flush=True)
         for found in self.predictions.values():

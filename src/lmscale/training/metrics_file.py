@@ -1,7 +1,8 @@
-"""metrics.csv: one row per reported step, each exactly once, across any number of resumes."""
+"""metrics.csv: one row per reported step, each exactly once, across any number of resumes; and files of JSON lines."""
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,3 +126,24 @@ class MetricsFile(Logger):
         wider = [line + "\n" for line in (",".join(columns), *(line + commas for line in lines))]
         write_atomically(self.path, "".join(wider).encode())
         self.offset = len("".join(wider[:num_before]).encode())
+
+
+class LinesFile:
+    """A file of JSON lines, each on disk as soon as it is appended.
+
+    As with `MetricsFile`, a full disk does not end the training.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.kept = path, b""  # the lines that are not on disk yet
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write a line, and those before it that could not be written."""
+        was_kept, self.kept = bool(self.kept), self.kept + json.dumps(line).encode() + b"\n"
+        try:
+            written = self.path.read_bytes() if self.path.exists() else b""
+            write_atomically(self.path, written + self.kept)
+            self.kept = b""
+        except OSError as error:
+            if not was_kept:
+                warn(f"{self.path}: it cannot be written ({error}); its lines are kept in memory until it can")

@@ -17,6 +17,7 @@ from ...models.layer import TransformerLayer
 from ...parallel import gather_tokens
 from ...parallel.pipeline import gather_from_stages
 from ...shared_files import write_atomically
+from ..metrics_file import LinesFile
 from ..run_folder import keep_damaged
 from .layer_gradients import layer_gradient_norms
 
@@ -50,18 +51,18 @@ class LayerStatistics(L.Callback):
     """
 
     def __init__(self, steps: list[int], folder: Path) -> None:
-        self.steps, self.path = frozenset(steps), folder / FILE
+        self.steps, self.file = frozenset(steps), LinesFile(folder / FILE)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Drop the lines of steps that will be repeated."""
-        if trainer.is_global_zero and self.path.is_file():
-            done = pl_module.completed_steps
+        if trainer.is_global_zero and self.file.path.is_file():
+            path, done = self.file.path, pl_module.completed_steps
             try:
-                lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
                 kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
-                write_atomically(self.path, "".join(kept).encode())
+                write_atomically(path, "".join(kept).encode())
             except ValueError:
-                keep_damaged(self.path)
+                keep_damaged(path)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
         """Measure the first micro-batch of a chosen step."""
@@ -80,8 +81,7 @@ class LayerStatistics(L.Callback):
         for entry in self.sublayers:
             entry["gradient_norm"] = norms[f"{entry['layer']}/{entry['sublayer']}"]
         line = {"step": pl_module.completed_steps + 1, "num_sequences": self.num_sequences, "sublayers": self.sublayers}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self.file.append(line)
 
     def _is_chosen(self, pl_module: L.LightningModule) -> bool:
         return pl_module.completed_steps + 1 in self.steps
