@@ -188,6 +188,10 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
         (("task.hub=x",), "`task.hub` is not a known key"),
         (("-m", "micro_batch_size=4,0"), "job 1 of the sweep"),
         (("-m", "task.train=finetune/example_qqp.tsv,/nowhere"), "`task.train` must be a file or folder"),
+        (
+            ("-m", "parallel.tp_size=1,auto"),
+            "`parallel.tp_size` must be a whole number for a finetuning, but is 'auto'",
+        ),
         (("objective=nothing",), "`objective` must be one of qqp/accuracy"),
     ],
 )

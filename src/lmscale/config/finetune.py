@@ -223,6 +223,7 @@ class FinetuneConfig(TrainingRequest, EntryConfig):
         for name in ("sequence_parallel", "batch_halves"):
             require(self, f"parallel.{name}", "false for a finetuning", not getattr(self.parallel, name))
         self.parallel.refuse_stages()
+        require(self, "parallel.tp_size", "a whole number for a finetuning", self.parallel.tp_size != "auto")
         has_rows = not self.trainer.num_epochs or self.task.train is not None
         require(self, "task.train", "given where `trainer.num_epochs` is above 0", has_rows)
         if not self.task.scored_sets():

@@ -10,9 +10,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import CheckpointError
 from ..config.finetune import FinetuneConfig
-from ..config.layout import ParallelConfig
 from ..data.prepare import cache_folder
-from ..launcher import World, is_first_rank, world_from_outside
+from ..launcher import is_first_rank, world_from_outside
 from ..training.accelerator import resolve_accelerator, set_allocator
 from ..training.fit import check_copies, finetuning_workload, resolve_layout, state_bytes
 from ..training.metrics_file import MetricsFile
@@ -48,7 +47,10 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     places = task.scored_sets()
     start, tokenizer = check_initial_checkpoint(run)
     workload, world = finetuning_workload(run, start.config, accelerator == "gpu"), world_from_outside()
-    layout = resolve_layout(_with_all_ranks(run.parallel, workload.on_gpu, world), workload, world)
+    parallel = run.parallel
+    if workload.on_gpu and world is None and parallel.dp_size == "auto":  # data ranks may have unequal shares of a step
+        parallel = dataclasses.replace(parallel, dp_size=max(1, torch.cuda.device_count() // parallel.tp_size))
+    layout = resolve_layout(parallel, workload, world)
     start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.zero1 and run.trainer.save:
         check_copies("parallel.zero1", workload, layout, world)
@@ -76,17 +78,6 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
         if run.objective not in names:
             raise ValueError(f"`objective` must be one of {', '.join(names)}, but is {run.objective!r}")
     return job
-
-
-def _with_all_ranks(parallel: ParallelConfig, on_gpu: bool, world: World | None) -> ParallelConfig:
-    """`dp_size=auto` uses all ranks that were started, else all GPUs of this host, else is 1."""
-    if parallel.tp_size == "auto":
-        raise ValueError("`parallel.tp_size` must be a whole number for finetuning, but is 'auto'")
-    if parallel.dp_size != "auto":
-        return parallel
-    devices = torch.cuda.device_count() if on_gpu else 1
-    size = devices if world is None else world.size
-    return dataclasses.replace(parallel, dp_size=max(1, size // parallel.tp_size))
 
 
 @record

@@ -105,8 +105,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             error = problem
         error = next((each for each in self.gather(error) if each is not None), None)
         if error is not None:
-            is_plain = type(error) is ValueError or isinstance(error, OSError)
-            raise CheckpointError(str(error)) if is_plain else error
+            raise CheckpointError(str(error)) if isinstance(error, OSError) or type(error) is ValueError else error
         return result
 
     def gather(self, item: Any) -> list[Any]:
