@@ -1,5 +1,6 @@
 """The run folder and the cache of a finetuning: what earlier attempts left, who may read, what a failed save loses."""
 
+import errno
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from finetune_runs import make_checkpoint, make_run, read_metrics, run_here
 from omegaconf import OmegaConf
 
 from lmscale.checkpoint import CheckpointError
+from lmscale.finetune import run_folder
 from lmscale.finetune.finetuning import prepare_job
 from lmscale.training.strategy import TensorParallelStrategy
 
@@ -47,6 +49,15 @@ def test_a_failed_save_keeps_the_results(tmp_path, ckpt, monkeypatch, capsys) ->
     assert run_here(run) == 2
     assert "qqp/accuracy" in read_metrics(run) and (Path(run.run_dir) / "predictions/dev/logits.npy").is_file()
     assert re.fullmatch(r"error: checkpoint of step \d+ not saved: the disk is full\n", capsys.readouterr().err)
+
+
+def test_a_disk_too_full_for_the_record_is_one_line(tmp_path, ckpt, monkeypatch, capsys) -> None:
+    def fail(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_record", fail)
+    assert run_here(make_run("qqp", tmp_path, ckpt)) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
 
 
 def test_skipped_rows_are_announced_once_per_file(tmp_path, ckpt, capsys) -> None:

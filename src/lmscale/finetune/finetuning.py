@@ -23,9 +23,8 @@ from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
 from .initial_checkpoint import check_initial_checkpoint
 from .module import FinetuneModule
-from .outputs import write_outputs
 from .preparing import FinetuneJob, prepare_features
-from .run_folder import announce, prepare_folder, write_run_record
+from .run_folder import announce, prepare_folder, write_results
 from .scoring import metric_names
 from .sources import check_places, check_unused
 
@@ -135,9 +134,8 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
                 flush=True,
             )
         return session.ending.exit_code
-    if session.is_first:
-        write_outputs(folder / "predictions", run.task, model.sets, model.predictions, model.logits)
-        write_run_record(job, model, features, session.num_threads)
+    write = partial(write_results, job, model, features, session.num_threads)
+    strategy.agree(write, first_rank_only=True)
     if model.save_problem is not None:
         raise CheckpointError(f"checkpoint of step {model.completed_steps} not saved: {model.save_problem}")
     return DONE

@@ -13,6 +13,7 @@ from ..training.runtime.gpu_settings import device_name, gpu_settings
 from ..training.runtime.run_lock import run_folder_errors
 from .features import Features
 from .module import FinetuneModule
+from .outputs import write_outputs
 from .preparing import FinetuneJob
 from .record_kind import record_kind
 from .scoring import with_units
@@ -51,9 +52,10 @@ def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None
         print(f"note: {note}", flush=True)
 
 
-def write_run_record(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
-    """Write the run's JSON record, and print the last line on the terminal."""
+def write_results(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
+    """Write the predictions and the run's JSON record, and print the last line on the terminal."""
     run = job.run
+    write_outputs(module.run_dir / "predictions", run.task, module.sets, module.predictions, module.logits)
     metrics = with_units(module.metrics)
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}
     if module.completed_steps:

@@ -77,8 +77,8 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         return session.ending.exit_code
     if report.validated_at != step:
         trainer.validate(model, data, verbose=False)
-    if session.is_first:
-        write_run_record(job, agreed, session, report, step, losses_at_start, started, seconds)
+    write = partial(write_run_record, job, agreed, session, report, step, losses_at_start, started, seconds)
+    session.strategy.agree(write, first_rank_only=True)
     return DONE
 
 
