@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ def test_a_tensor_without_a_place_or_a_place_without_a_tensor_is_refused(tmp_pat
         import_hugging_face(tmp_path / "theirs", tmp_path / "ours", initialize_missing_heads=True)
     assert message in str(caught.value)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "theirs"]
+    assert not [link for link in Path("/proc/self/fd").iterdir() if link.resolve().is_relative_to(tmp_path)]
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy", "bare"])

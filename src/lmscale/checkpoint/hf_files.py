@@ -72,23 +72,24 @@ class HuggingFaceReader(ExitStack):
         values = read_hf_config(self.folder / "config.json")
         self.files: list[TensorFileReader | PickleFile] = []
         self._places: dict[str, tuple[TensorFileReader | PickleFile, str]] = {}
-        for path, expected in self._list_files().items():
-            file = self.enter_context((TensorFileReader if path.suffix == ".safetensors" else PickleFile)(path))
-            self.files.append(file)
-            if not expected <= set(file.entries):
-                raise CheckpointError(
-                    f"{path.name} has no tensor {min(expected - set(file.entries))}, but the index says so"
-                )
-        if values.get("model_type") is None:
-            values["model_type"] = type_of_tensors({name for file in self.files for name in file.entries})
-        self.values = values
-        self.model = hf_model(self.values)
-        for file in self.files:
-            for name in file.entries:
-                self._add(file, name)
-        for alias, name in self.model.aliases.items():
-            if alias in self._places and name not in self._places:
-                self._places[name] = self._places.pop(alias)
+        with ExitStack() as opened:
+            for path, expected in self._list_files().items():
+                file = opened.enter_context((TensorFileReader if path.suffix == ".safetensors" else PickleFile)(path))
+                self.files.append(file)
+                if not expected <= set(file.entries):
+                    raise CheckpointError(
+                        f"{path.name} has no tensor {min(expected - set(file.entries))}, but the index says so"
+                    )
+            if values.get("model_type") is None:
+                values["model_type"] = type_of_tensors({name for file in self.files for name in file.entries})
+            self.values, self.model = values, hf_model(values)
+            for file in self.files:
+                for name in file.entries:
+                    self._add(file, name)
+            for alias, name in self.model.aliases.items():
+                if alias in self._places and name not in self._places:
+                    self._places[name] = self._places.pop(alias)
+            self.push(opened.pop_all())
 
     def _add(self, file: TensorFileReader | PickleFile, name: str) -> None:
         full = self.model.full_name(name)
