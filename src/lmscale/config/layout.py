@@ -3,10 +3,10 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .checks import Checked, Positive, Rule, refuse, require
-from .model import FLOAT8_MULTIPLE, ModelConfig
+from .model import FLOAT8_MULTIPLE
 
 # torch counts milliseconds in 32 bits.
 _Timeout = Annotated[
@@ -130,11 +130,12 @@ class Layout(LayoutOptions):
         return 2 if self.cuts_batch else 1
 
     def divide(
-        self, model: ModelConfig, micro_batch_size: int, global_batch_size: int, seq_length: int, dtype: str
+        self, model: Any, micro_batch_size: int, global_batch_size: int, seq_length: int, dtype: str
     ) -> "BatchConfig":
         """Check that this grid divides a model and its batch; returns how it divides the batch.
 
         Args:
+            model: a `ModelConfig`.
             dtype: of `PrecisionConfig`.
 
         Raises:
