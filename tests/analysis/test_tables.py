@@ -168,7 +168,7 @@ def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
     return Lambada("lambada", "0", form, [None] * number)
 
 
-@pytest.mark.parametrize("task", [wikitext(), lambada()])
+@pytest.mark.parametrize("task", [wikitext(), lambada(), replace(lambada(), num_truncated=0)])
 def test_the_papers_full_setting_is_a_run(task: WikiText103 | Lambada) -> None:
     assert record_kind(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
     assert record_kind(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")

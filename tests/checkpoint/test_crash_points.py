@@ -371,6 +371,8 @@ def test_a_replaced_checkpoint_is_removed_only_where_its_successor_is_there(tmp_
 
 
 def test_two_processes_cannot_create_the_same_folder(tmp_path) -> None:
+    (tmp_path / ".target.unfinished" / "left").mkdir(parents=True)  # by a process that was killed
+    (tmp_path / ".target.unfinished" / "shard").touch()
     with atomic_folder(tmp_path / "target") as working:
         (working / "file").touch()
         with pytest.raises(CheckpointError, match="another process is writing"), atomic_folder(tmp_path / "target"):

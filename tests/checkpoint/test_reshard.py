@@ -28,7 +28,7 @@ from checkpoints import (
 from lmscale.checkpoint import CheckpointError, CheckpointReader, TensorEntry, find_damage, read_metadata, write_offline
 from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.checkpoint.metadata import latest_checkpoint
-from lmscale.checkpoint.model_tensors import model_shapes
+from lmscale.checkpoint.model_tensors import config_of, model_shapes
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
@@ -166,6 +166,14 @@ def test_metadata_of_another_model_is_refused_though_its_checksum_is_right(tmp_p
             convert()
         assert message in str(caught.value) and "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]
+
+
+def test_a_checkpoint_before_the_first_update_has_no_moments(tmp_path) -> None:
+    """As of an fp16 run whose steps were all skipped so far."""
+    source, _ = save_random(tmp_path / "source", family_config(GPT))
+    metadata = read_metadata(source)
+    weights = {key: entry for key, entry in metadata.tensors.items() if key.startswith("model/")}
+    config_of(source, replace(metadata, tensors=weights, optimizer={"num_updates": 0, "num_skipped": 3}))
 
 
 def test_a_reader_compares_metadata_and_file_itself_when_nothing_has_been_verified(tmp_path) -> None:

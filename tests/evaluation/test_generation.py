@@ -1,5 +1,6 @@
 """Generation: cache against recomputation, batches against single rows, ours against transformers."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -12,6 +13,7 @@ from lmscale.checkpoint import CheckpointReader
 from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
+from lmscale.evaluation import generate_job
 from lmscale.evaluation.generation import Generator, in_batches
 from lmscale.evaluation.prompts import Prompt, Row
 from lmscale.models import GPT
@@ -220,3 +222,12 @@ def save_checkpoint(folder, config: TransformerConfig):
     entries = {key: TensorEntry(tuple(t.shape), t.dtype, specs[key]) for key, t in tensors.items()}
     metadata = CheckpointMetadata(0, {"tp_size": 2, "dp_size": 1}, config.to_dict(), entries, {}, {}, {}, {})
     return write_offline(folder, metadata, 2, sorted(tensors.items()))
+
+
+def test_a_batch_that_a_full_disk_does_not_take_is_refused_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(generate_job, "as_json", lambda row, _: row)
+    out = open("/dev/full", "w")
+    with pytest.raises(ValueError, match="`out` could not be written to its end: No space left on device"):
+        generate_job._write(out, ["text"], None)
+    with contextlib.suppress(OSError):  # what is buffered still cannot be written
+        out.close()

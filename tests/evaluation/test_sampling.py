@@ -102,6 +102,7 @@ def test_every_tensor_rank_chooses_the_same_token_as_one_rank(expected, tp_size:
         (Sampling(0.5), [0, 1, 2, 3, 5], "samples"),
         (Sampling(1.0, top_k=3), [0, 1, 5], "samples"),
         (Sampling(1.0, top_p=0.7), [0, 1], "positions"),
+        (Sampling(2.0, top_p=0.7), [0, 1, 5], "samples"),
     ],
 )
 def test_frequencies_equal_the_probabilities(sampling: Sampling, kept: list[int], over: str) -> None:

@@ -146,7 +146,7 @@ def test_members_that_number_the_classes_differently_raise(members, tmp_path) ->
 
 def test_an_ensemble_needs_two_completed_runs(members, tmp_path) -> None:
     first = members["qqp"][0]
-    for runs in ([first], [first, first]):
+    for runs in ([first], [first, first], [first, first / ".." / first.name]):
         with pytest.raises(ValueError, match="at least two runs, each once"):
             ensemble(runs, tmp_path / "out")
     with pytest.raises(ValueError, match="has no predictions"):
