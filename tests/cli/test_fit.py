@@ -7,6 +7,7 @@ from entry_points import only_line, refuse
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import Layout, ParallelConfig
+from lmscale.launcher import World
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
 from lmscale.training import fit
@@ -90,6 +91,7 @@ def test_all_ranks_share_the_memory_of_a_host_without_gpus(monkeypatch, sizes) -
     given = "tp_size 1, pp_size 2, micro_batch_size 2" if "pp_size" in sizes else "micro_batch_size 2"
     with pytest.raises(ValueError, match=rf", {given} needs .* x 2 rank\(s\) on this host"):
         fit.check_memory("run", job, Layout(**sizes), None)
+    fit.check_memory("run", job, Layout(**sizes), World("srun", size=2, local_size=1))  # the other is elsewhere
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
