@@ -91,6 +91,13 @@ def test_auto_layouts_are_a_choice_of_the_group() -> None:
     assert "best: parallel.tp_size=" in printed(*job, "parallel=auto")
 
 
+def test_more_tensor_ranks_are_taken_before_more_recomputation() -> None:
+    job = ["model=gpt_2.5b", "cluster=h100", "micro_batch_size=16", "model.recompute=auto"]
+    layout = planned(*job, "parallel.tp_size=auto")["layout"]
+    assert (layout["tp_size"], layout["recompute"]) == (2, "none")
+    assert planned(*job, "parallel.tp_size=1")["layout"]["recompute"] == "full"  # which fits as well
+
+
 def test_a_search_uses_the_largest_possible_number_of_devices() -> None:
     best = planned("model=gpt_8.3b", "best=true", "parallel.pp_size=1", "global_batch_size=511")["fitting"][0]["layout"]
     assert (best["tp_size"], best["dp_size"]) == (32, 7)  # no layout of 511 devices fits

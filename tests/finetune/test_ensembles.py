@@ -1,6 +1,7 @@
 """Ensembles against means by hand, and their errors; medians over seeds."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from lmscale.finetune.answers import decode_answers
 from lmscale.finetune.ensembling import ensemble
 from lmscale.finetune.outputs import read_outputs
 from lmscale.finetune.protocol import read_settings
+from lmscale.results import new_record, write_record
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +153,15 @@ def test_an_ensemble_needs_two_completed_runs(members, tmp_path) -> None:
             ensemble(runs, tmp_path / "out")
     with pytest.raises(ValueError, match="has no predictions"):
         ensemble([first, tmp_path], tmp_path / "out")
+
+
+def test_an_ensemble_is_a_run_only_if_all_its_members_are(tmp_path, repository) -> None:
+    evidence = runpy.run_path(str(repository / "finetune" / "ensemble.py"))["evidence"]
+    for name, kind, size in (("a", "run", "336M"), ("b", "run", "336M"), ("c", "scaled_down", "336M"), ("d", "run", 0)):
+        record = new_record(name, kind, config={"paper_size": size}, seed=1, metrics={}, device="cpu")
+        write_record(record, tmp_path / name / "record.json")
+    for last, expected in (("b", "run"), ("c", "scaled_down"), ("d", "scaled_down")):
+        assert evidence([tmp_path / "a", tmp_path / last])[0] == expected
 
 
 def test_an_ensemble_that_never_answers_warns(tmp_path_factory, tmp_path) -> None:

@@ -10,6 +10,7 @@ from test_step_time import CLUSTER
 
 from lmscale.config import RECOMPUTE_MODES, Layout
 from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.planner import search
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import (
@@ -95,6 +96,11 @@ def test_a_model_that_fits_no_layout_reports_its_minimum_memory() -> None:
     assert nearest_plan(vast, Layout(), CLUSTER) is None
     answer = suggest_layout(vast, halves, CLUSTER)  # which the batch forbids
     assert "needs least memory, parallel.tp_size=20 parallel.dp_size=1" in answer and "halves" not in answer
+
+
+def test_a_pipeline_of_fewer_micro_batches_than_stages_is_left_out() -> None:
+    plans = [Plan(job().change(b, "full"), Layout(pp_size=2), CLUSTER) for b in (16, 24, 48)]  # 3, 2 and 1 of them
+    assert search._without_slower_stages(plans) == plans[:2]
 
 
 def test_zero1_fits_a_model_on_data_ranks() -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from datetime import datetime
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -18,7 +19,10 @@ from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs
 
 from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
 from lmscale.config import TransformerConfig
+from lmscale.data.data_digest import digest_text
 from lmscale.data.sampler import EpochShuffle
+from lmscale.parallel import ParallelContext
+from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.checkpoints import saving, sharded_strategy
 from lmscale.training.checkpoints.resuming import ScheduleDiffersError, check_fit, find_checkpoint
 from lmscale.training.pretrain import pretrain
@@ -137,6 +141,13 @@ def test_a_checkpoint_without_all_its_files_is_not_resumed_from(finished, tmp_pa
         with pytest.raises(CheckpointError, match="step_6.ckpt: rank_0_of_1.safetensors must have .* but is missing"):
             find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=resume))
     assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_4.ckpt")
+
+
+@pytest.mark.parametrize("dp_rank", [0, 1])
+def test_one_data_rank_continues_the_digest_of_all(dp_rank) -> None:
+    digest, module = SampleDigest(), SimpleNamespace(parallel=ParallelContext(dp_rank=dp_rank, dp_size=2))
+    digest.on_load_checkpoint(None, module, {"lmscale": {"data_digest": digest_text(5)}})
+    assert int(digest.value) == (0 if dp_rank else 5)
 
 
 def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished, tmp_path) -> None:
