@@ -75,6 +75,15 @@ def test_block_boundaries_do_not_change_the_result(texts, n, characters, words) 
         assert sets_of(texts, n) == expected
 
 
+def test_a_text_without_spaces_is_read_in_blocks(monkeypatch) -> None:
+    sizes, hash_block = [], shingles._hash_block
+    monkeypatch.setattr(shingles, "_hash_block", lambda *block: (sizes.append(len(block[0])), hash_block(*block))[1])
+    monkeypatch.setattr(sentences, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(shingles, "BLOCK_CHARACTERS", 50)
+    assert_like_plain_sets(["word,\u3002" * 1000], 2)
+    assert max(sizes) < 2 * 50
+
+
 def test_shingles_of_real_texts_equal_those_of_plain_python(shared_data) -> None:
     posts = list(newsgroup_bodies(shared_data).values())
     texts = race_articles(shared_data, "dev")[:100] + posts[::60] + sorted(posts, key=len)[-5:]

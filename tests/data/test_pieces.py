@@ -56,7 +56,7 @@ def test_pieces_are_the_text_and_begin_with_a_space_after_a_word(short_pieces) -
 
 def test_groups_have_all_pieces_in_order_and_a_bounded_size(short_pieces) -> None:
     some = ["ab " * 100, "", "c", "de " * 30]
-    groups = list(grouped(some, 40))
+    groups = list(grouped(some))
     assert max(sum(len(piece) for _, piece in group) for group in groups) < 40 + 10
     found = [piece for group in groups for piece in group]
     assert ["".join(piece for number, piece in found if number == n) for n in range(4)] == some

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ..data.permutation import mix
-from ..data.sentences import grouped
+from ..data.sentences import by_size, text_pieces
 
 BLOCK_CHARACTERS = 2**16  # read at once, or one word: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15
@@ -23,7 +23,7 @@ _MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # base of the polynomial of an n-gr
 _MASKS = np.array([2 ** (8 * k) - 1 for k in range(9)], dtype=np.uint64)  # the first k of 8 bytes
 _LONG_WORD_SEED, _NO_WORDS_SEED = 1, 2  # different, so that a text without words never collides with a word
 _ASCII_IS_WORD = bytes(chr(byte).isalnum() or chr(byte) == "_" for byte in range(128)) + bytes(128)
-_WORD = re.compile(r"\w+")
+_WORD, _AFTER_WORD = re.compile(r"\w+"), re.compile(r"(?<=\w)\W")
 
 
 def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,11 +97,16 @@ def distinct(keys: np.ndarray) -> np.ndarray:
 def _hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of the words of all texts, uint64 [words], and the first word of each, int64 [texts + 1]."""
     hashes, num_words = [np.empty(0, dtype=np.uint64)], np.zeros(len(texts) + 1, dtype=np.int64)
-    for group in grouped(texts, BLOCK_CHARACTERS):
-        lowered = [piece.lower() for _, piece in group]  # one by one: lower-casing may change a text's length
-        lengths = np.fromiter(map(len, lowered), dtype=np.int64, count=len(lowered))
+    pieces = (
+        (number, piece)
+        for number, text in enumerate(texts)
+        for spaced in text_pieces(text)  # what a letter becomes in lower case depends on those around it, up to a space
+        for piece in text_pieces(spaced.lower(), _AFTER_WORD)
+    )
+    for group in by_size(pieces, lambda numbered: len(numbered[1]), BLOCK_CHARACTERS):
+        lengths = np.fromiter((len(piece) for _, piece in group), dtype=np.int64, count=len(group))
         ends = np.cumsum(lengths + 1)  # in the block; each piece is followed by a line end, which no word contains
-        block = "\n".join([*lowered, ""])
+        block = "".join(f"{piece}\n" for _, piece in group)
         edges = _edges(_word_characters(block))
         hashes.append(_hash_block(block, edges))
         counts = np.diff(np.searchsorted(edges[::2], ends), prepend=0)

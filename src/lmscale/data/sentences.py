@@ -16,7 +16,7 @@ from .tokenizer import END_OF_TEXT, Tokenizer
 Item = TypeVar("Item")
 DocumentEncoder = Callable[[list[str]], tuple[np.ndarray, np.ndarray, np.ndarray, int | None]]
 PIECE_CHARACTERS = 2**16  # of a text at once, unless it has no space; a tokenizer needs some 200 bytes for each
-GROUP_CHARACTERS = 2**20  # of several texts tokenized at once
+GROUP_CHARACTERS = 2**20  # of several texts at once
 # Before the spaces after a word. Neither a word nor a run of spaces is cut, and no n-gram, token or lower-cased letter
 # depends on what is on the other side: the splitters of GPT-2 and BERT begin a new token there.
 _CUT = re.compile(r"(?<=\S)[ \t\n]")
@@ -39,19 +39,21 @@ _BOUNDARY = re.compile(r"""(?<![.!?])[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0
 _LETTERS = string.ascii_letters + "."
 
 
-def text_pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces of about PIECE_CHARACTERS, each but the first beginning with a space; short ones whole."""
+def text_pieces(text: str, place: re.Pattern = _CUT) -> Iterator[str]:
+    """Yield a text in pieces of about PIECE_CHARACTERS, each but the first beginning at such a place, as a space after
+    a word; short ones whole.
+    """
     start = 0
-    while len(text) - start > PIECE_CHARACTERS and (cut := _CUT.search(text, start + PIECE_CHARACTERS)):
+    while len(text) - start > PIECE_CHARACTERS and (cut := place.search(text, start + PIECE_CHARACTERS)):
         yield text[start : cut.start()]
         start = cut.start()
     yield text[start:] if start else text
 
 
-def grouped(texts: Iterable[str], limit: int) -> Iterator[list[tuple[int, str]]]:
-    """Yield the pieces of all texts in order with the number of their text, in lists of about `limit` characters."""
+def grouped(texts: Iterable[str]) -> Iterator[list[tuple[int, str]]]:
+    """Yield the pieces of all texts in order with the number of their text, in lists of about GROUP_CHARACTERS."""
     pieces = ((number, piece) for number, text in enumerate(texts) for piece in text_pieces(text))
-    return by_size(pieces, lambda numbered: len(numbered[1]), limit)
+    return by_size(pieces, lambda numbered: len(numbered[1]), GROUP_CHARACTERS)
 
 
 def by_size(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
@@ -73,7 +75,7 @@ def encode_arrays(tokenizer: Tokenizer, texts: Iterable[str]) -> list[np.ndarray
     The memory is that of one group of pieces and of the ids, unless a tokenizer's tokens depend on the cut.
     """
     parts: list[list[np.ndarray]] = []
-    for group in grouped(texts, GROUP_CHARACTERS) if tokenizer.splits_at_spaces else [list(enumerate(texts))]:
+    for group in grouped(texts) if tokenizer.splits_at_spaces else [list(enumerate(texts))]:
         encoded = tokenizer.inner.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
         for (number, _), encoding in zip(group, encoded, strict=True):
             if number == len(parts):
