@@ -93,6 +93,7 @@ def test_models_that_transformers_does_not_have_are_refused(tmp_path) -> None:
             lambda t: t.update({"lm_head.weight": torch.ones(99, 24)}),
             "lm_head.weight must equal transformer.wte.weight",
         ),
+        (GPT, lambda t: t.update({"lm_head.weight": torch.tensor(1.0)}), "must equal transformer.wte.weight (tied)"),
         (GPT, lambda t: t.update({"wte.weight": torch.ones(99, 24)}), "transformer.wte.weight is there twice"),
         (GPT, lambda t: t.update({"transformer.wpe.weight": torch.ones(13, 24).int()}), "must be of a float type"),
         (

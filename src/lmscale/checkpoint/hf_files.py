@@ -157,7 +157,7 @@ class HuggingFaceReader(ExitStack):
         """
         present = {alias: name for alias, name in self.model.aliases.items() if {alias, name} <= self.names()}
         for alias, name in present.items():
-            if not torch.equal(self.read(alias), self.read(name)):
+            if self.shape(alias) != self.shape(name) or not torch.equal(self.read(alias), self.read(name)):
                 raise CheckpointError(f"tensor {self.name_in_file(alias)} must equal {self.name_in_file(name)} (tied)")
         return set(present)
 
