@@ -99,7 +99,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     """Finetune and score in a locked run folder, with the process group started; returns the exit code.
 
     Raises:
-        DeviceMemoryError: the weights and the optimizer do not fit into the free memory of a GPU.
+        CheckpointError: the weights and the optimizer do not fit into the free memory of a GPU.
         CheckpointError: the run folder cannot be used or is not shared, or, after the record has been written, the
             checkpoint could not be; the same on all ranks.
     """

@@ -92,7 +92,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             first_rank_only: the other ranks do nothing and return None.
 
         Raises:
-            ValueError: of the kind that `action` has raised; a plain one, or an OSError, becomes a `CheckpointError`.
+            CheckpointError: also of any other ValueError or OSError of `action`.
 
         Communicates:
             one small object per rank over the world, between the hosts.
@@ -105,7 +105,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
             error = problem
         error = next((each for each in self.gather(error) if each is not None), None)
         if error is not None:
-            raise CheckpointError(str(error)) if isinstance(error, OSError) or type(error) is ValueError else error
+            raise error if isinstance(error, CheckpointError) else CheckpointError(str(error))
         return result
 
     def gather(self, item: Any) -> list[Any]:

@@ -9,10 +9,6 @@ from ...planner.memory import GIB
 from ..strategy import TensorParallelStrategy
 
 
-class DeviceMemoryError(ValueError):
-    """A rank's tensors do not fit beside what its GPU already holds."""
-
-
 def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
     """Refuse a run that does not fit beside the device's contexts, NCCL's buffers and other processes.
 
@@ -22,7 +18,7 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
         needed: bytes of the rank's tensors, as planned.
 
     Raises:
-        DeviceMemoryError: naming the bytes needed, free and in all, of the first such rank; on all ranks.
+        CheckpointError: naming the bytes needed, free and in all, of the first such rank; on all ranks.
 
     Communicates:
         a barrier in each group of the grid, whose first collective allocates NCCL's buffers; as `agree`.
@@ -43,7 +39,7 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
 def _check_fits(needed: int, rank: int) -> None:
     free, total = torch.cuda.mem_get_info()
     if needed > free:
-        raise DeviceMemoryError(
+        raise ValueError(
             f"the memory a rank needs must be at most what is free on its GPU once its process groups exist, but rank "
             f"{rank} needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} of {total / GIB:.1f} GiB are "
             "free; end other processes on this GPU, or see parallel.tp_size, micro_batch_size and recomputation"

@@ -22,7 +22,6 @@ from ...threads import share_cores
 from ..job import Job
 from ..strategy import TensorParallelStrategy
 from .cpu_settings import keep_heap
-from .device_memory import DeviceMemoryError
 from .exit_codes import DONE, USER_ERROR
 from .gpu_settings import keep_partial_sums_in_fp32
 from .interruption import Interruption
@@ -147,7 +146,7 @@ def run_on_this_rank(
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         return train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
-    except (CheckpointError, SharedMemoryError, DeviceMemoryError) as error:  # the same on every rank
+    except (CheckpointError, SharedMemoryError) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
