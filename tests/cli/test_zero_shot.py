@@ -162,7 +162,7 @@ def test_another_number_of_ranks_than_that_of_the_layout_is_refused(folder: Path
     started = environment(**torchrun_rank(0, 3))
     command = [sys.executable, *words, "ckpt=gpt2"]
     run = subprocess.run(command, cwd=folder, env=started, capture_output=True, text=True, timeout=300)
-    refusal = "the world size must be `parallel.tp_size` x `parallel.dp_size` (1 x 1), but 3 ranks were started"
+    refusal = "`parallel` must be a grid of the 3 ranks that were started, but is one of 1"
     assert run.returncode == 2 and run.stderr.splitlines() == [f"error: {refusal}"]
 
 

@@ -60,7 +60,8 @@ def evaluation_groups(layout: Layout, device_type: str = "cpu") -> ParallelConte
     """
     world = world_from_outside() or World()
     if world.size != layout.world_size:
-        raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
+        grid = f"a grid of the {world.size} ranks that were started"
+        raise ValueError(f"`parallel` must be {grid}, but is one of {layout.world_size}")
     if device_type == "cuda":
         world.check_gpus(torch.cuda.device_count())
         torch.cuda.set_device(world.local_rank)
