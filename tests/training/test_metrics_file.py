@@ -84,6 +84,13 @@ def test_lines_that_a_full_disk_refused_follow_with_the_next(tmp_path, monkeypat
     assert capsys.readouterr().err.count("scores.jsonl: it cannot be written (") == 1
     lines.append({"step": 4})
     assert lines.path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
+    with monkeypatch.context() as patched:
+        patched.setattr(metrics_file, "write_atomically", full)
+        lines.append({"step": 5})
+        lines.finalize()
+    assert "scores.jsonl: its last lines (1) are not in it: " in capsys.readouterr().err
+    lines.finalize()
+    assert lines.path.read_text().endswith('{"step": 5}\n') and capsys.readouterr().err == ""
 
 
 def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:

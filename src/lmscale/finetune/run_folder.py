@@ -55,6 +55,7 @@ def announce(job: FinetuneJob, module: FinetuneModule, features: Features | None
 def write_results(job: FinetuneJob, module: FinetuneModule, features: Features | None, num_threads: int) -> None:
     """Write the predictions and the run's JSON record, and print the last line on the terminal."""
     run = job.run
+    module.scores.finalize()
     write_outputs(module.run_dir / "predictions", run.task, module.sets, module.predictions, module.logits)
     metrics = with_units(module.metrics)
     metrics["steps"] = {"value": module.completed_steps, "unit": "steps"}

@@ -140,10 +140,22 @@ class LinesFile:
     def append(self, line: dict[str, Any]) -> None:
         """Write a line, and those before it that could not be written."""
         was_kept, self.kept = bool(self.kept), self.kept + json.dumps(line).encode() + b"\n"
+        problem = self._write()
+        if problem is not None and not was_kept:
+            warn(f"{self.path}: it cannot be written ({problem}); its lines are kept in memory until it can")
+
+    def finalize(self) -> None:
+        """Write the lines that are not on disk yet; warn if that fails."""
+        problem = self._write() if self.kept else None
+        if problem is not None:
+            num_lines = self.kept.count(b"\n")
+            warn(f"{self.path}: its last lines ({num_lines}) are not in it: {problem}")
+
+    def _write(self) -> OSError | None:
         try:
             written = self.path.read_bytes() if self.path.exists() else b""
             write_atomically(self.path, written + self.kept)
             self.kept = b""
         except OSError as error:
-            if not was_kept:
-                warn(f"{self.path}: it cannot be written ({error}); its lines are kept in memory until it can")
+            return error
+        return None

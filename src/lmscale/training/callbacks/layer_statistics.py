@@ -83,6 +83,10 @@ class LayerStatistics(L.Callback):
         line = {"step": pl_module.completed_steps + 1, "num_sequences": self.num_sequences, "sublayers": self.sublayers}
         self.file.append(line)
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write what could not be written before."""
+        self.file.finalize()
+
     def _is_chosen(self, pl_module: L.LightningModule) -> bool:
         return pl_module.completed_steps + 1 in self.steps
 
