@@ -52,8 +52,8 @@ def main() -> int:
         record = new_record(NAME, kind, config=members, seed=None, metrics=with_units(metrics), device="cpu")
         write_record(record, options.out / "record.json")
     except (OSError, ValueError) as error:
-        unwritten = "the ensemble cannot be written: " if isinstance(error, OSError) else ""
-        print(f"error: {unwritten}{error}", file=sys.stderr)
+        unusable = "a run folder cannot be read, or `--out` not be written: " if isinstance(error, OSError) else ""
+        print(f"error: {unusable}{error}", file=sys.stderr)
         return 2
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")

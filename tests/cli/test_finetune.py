@@ -157,7 +157,9 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     assert combined.returncode == 0, combined.stderr
     assert len((tmp_path / "two/dev/rte.tsv").read_text().splitlines()) == 21
     refused = run_script("ensemble.py", *members, "--out", str(tmp_path / "two/dev/rte.tsv"))
-    assert refused.returncode == 2 and refused.stderr.startswith("error: the ensemble cannot be written: [Errno 20] ")
+    assert refused.returncode == 2 and refused.stderr.startswith(
+        "error: a run folder cannot be read, or `--out` not be written: "
+    )
 
 
 def test_a_task_without_a_file_is_answered_by_how_to_give_one(tmp_path) -> None:

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,9 +77,9 @@ def check_places(run: FinetuneConfig) -> None:
     for name, place in run.task.scored_sets().items():
         places[f"task.{'validation' if name in run.task.validation else 'test'}.{name}"] = place
     for key, place in places.items():
-        if not is_on_hub(place) and not Path(place).exists():
+        if not is_on_hub(place) and not os.path.exists(place):
             raise ValueError(f"`{key}` must be a file or folder, or hub:<split>, but {place} does not exist")
-    if not Path(run.ckpt).exists():
+    if not os.path.exists(run.ckpt):
         raise ValueError(f"`ckpt` must be a checkpoint or a run folder, but {run.ckpt} does not exist")
 
 

@@ -5,6 +5,7 @@ only after the checks that do not, or on a machine that may have a GPU.
 """
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,5 +158,5 @@ def check_paths(run: RunConfig, world: World | None) -> None:
             f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"
             "; a first start without restarts can begin from another checkpoint"
         )
-    if not is_restart() and path not in ("none", "auto") and not Path(path).exists():
+    if not is_restart() and path not in ("none", "auto") and not os.path.exists(path):
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")
