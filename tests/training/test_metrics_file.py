@@ -11,7 +11,6 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext
-from lmscale.training import metrics_file
 from lmscale.training.callbacks.step_report import StepReport
 from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
 from lmscale.training.metrics_file import LinesFile, MetricsFile
@@ -78,14 +77,14 @@ def test_lines_that_a_full_disk_refused_follow_with_the_next(tmp_path, monkeypat
     lines = LinesFile(tmp_path / "scores.jsonl")
     lines.append({"step": 1})
     with monkeypatch.context() as patched:
-        patched.setattr(metrics_file, "write_atomically", full)
+        patched.setattr("builtins.open", full)
         lines.append({"step": 2})
         lines.append({"step": 3})
     assert capsys.readouterr().err.count("scores.jsonl: it cannot be written (") == 1
     lines.append({"step": 4})
     assert lines.path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(1, 5))
     with monkeypatch.context() as patched:
-        patched.setattr(metrics_file, "write_atomically", full)
+        patched.setattr("builtins.open", full)
         lines.append({"step": 5})
         lines.finalize()
     assert "scores.jsonl: its last lines (1) are not in it: " in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,7 @@ class LinesFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.kept = path, b""  # the lines that are not on disk yet
+        self.offset: int | None = None  # where they begin, once the file could be opened
 
     def append(self, line: dict[str, Any]) -> None:
         """Write a line, and those before it that could not be written."""
@@ -153,9 +155,12 @@ class LinesFile:
 
     def _write(self) -> OSError | None:
         try:
-            written = self.path.read_bytes() if self.path.exists() else b""
-            write_atomically(self.path, written + self.kept)
-            self.kept = b""
+            self.path.touch()
+            with open(self.path, "r+b") as file:
+                self.offset = file.seek(0, os.SEEK_END) if self.offset is None else file.seek(self.offset)
+                file.write(self.kept)
+                file.truncate()  # what a full disk took of them before
         except OSError as error:
             return error
+        self.kept, self.offset = b"", None
         return None
