@@ -76,7 +76,7 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     path, resumes = agree_on_checkpoint(run, session.folder, chosen, strategy), False
     optimizer, schedule = run.optimizer, run.schedule
     step, train_time_s = 0, 0.0
-    if path is not None:  # under torchrun, or back to an older one, not that of `resolve`
+    if path is not None:  # may not be that of `resolve`, under torchrun or after falling back to an older one
         found = read_metadata(path)
         check_model(found, job.model, path)
         check = partial(check_fit, run, job.corpus.content_hash, path, found)  # rank 0 looks for a record

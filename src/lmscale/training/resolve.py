@@ -107,11 +107,13 @@ def check(run: RunConfig) -> CheckedRun:
     with run_folder_errors(folder):
         if is_first_rank():
             check_not_in_use(folder)
-        if run.resume.path != "none" or is_restart() or (folder.is_dir() and any(folder.iterdir())):
-            from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
+        is_used = folder.is_dir() and any(folder.iterdir())
+    if run.resume.path != "none" or is_restart() or is_used:
+        from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
 
+        with run_folder_errors(folder):
             checkpoint = find_checkpoint(run)
-            kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
+        kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
     config = run.model.resolve(STAND_IN_VOCAB_SIZE)
     flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
