@@ -82,9 +82,9 @@ class _FoldedReader(CheckpointReader):
         super().__init__(path)
         self.config, self.fold = config, model_of(config).fold
 
-    def read(self, key: str, *rows: int) -> Tensor:
+    def read(self, key: str, first: int = 0, last: int | None = None) -> Tensor:
         """Read a logical tensor; what is read by rows has no multiplier."""
-        return self.fold(key.removeprefix("model/"), super().read(key, *rows), self.config)
+        return self.fold(key.removeprefix("model/"), super().read(key, first, last), self.config)
 
 
 def _read_theirs(

@@ -32,12 +32,11 @@ class CheckpointReader(ExitStack):
         self.metadata: CheckpointMetadata = read_metadata(path)
         self._files: dict[str, TensorFileReader] = {}
 
-    def read(self, key: str, *rows: int) -> Tensor:
+    def read(self, key: str, first: int = 0, last: int | None = None) -> Tensor:
         """Read a full logical tensor, or rows [first, last) of one that is not cut, or cut by rows."""
         entry = self._entry(key)
-        assert not rows or entry.shard_dim in (None, 0)
-        first, last = rows or (0, None)
-        shape = (last - first, *entry.shape[1:]) if rows else entry.shape
+        assert last is None or entry.shard_dim in (None, 0)
+        shape = entry.shape if last is None else (last - first, *entry.shape[1:])
         out = torch.empty(shape, dtype=entry.dtype, device="cpu")
         self._fill(key, entry, out, first)
         return out
