@@ -16,7 +16,7 @@ import xxhash
 from ..data.permutation import mix
 from ..data.sentences import by_size, text_pieces
 
-BLOCK_CHARACTERS = 2**16  # read at once, or one word: the arrays of a block fit a core's cache
+BLOCK_CHARACTERS = 2**16  # read at once, or one longer word: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15
 LONG_WORD_BYTES = 64  # longer words are hashed one by one: each further 8 bytes would need a pass over all words
 _MULTIPLIER = np.uint64(0x9E6C63D0876A9A47)  # base of the polynomial of an n-gram: odd, otherwise arbitrary
@@ -100,7 +100,7 @@ def _hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     pieces = (
         (number, piece)
         for number, text in enumerate(texts)
-        for spaced in text_pieces(text)  # what a letter becomes in lower case depends on those around it, up to a space
+        for spaced in text_pieces(text)  # the lower case of a letter may depend on its neighbours, but not on a space
         for piece in text_pieces(spaced.lower(), _AFTER_WORD)
     )
     for group in by_size(pieces, lambda numbered: len(numbered[1]), BLOCK_CHARACTERS):

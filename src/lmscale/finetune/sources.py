@@ -37,8 +37,8 @@ def check_values(values: dict[str, Any]) -> None:
 def is_finished(run: FinetuneConfig) -> bool:
     """Whether the run folder has the record of this very configuration, and the checkpoint that it was to save.
 
-    The content of its data files and of its checkpoint is not compared. Never where others started the ranks, which
-    might not all see the folder.
+    The content of its data files and of its checkpoint is not compared. A job whose ranks others have started does not
+    count as finished, because they might not all see the folder.
     """
     if world_from_outside() is not None:
         return False
