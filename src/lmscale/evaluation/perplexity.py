@@ -25,8 +25,8 @@ def perplexity(loss_sum: float, count: int) -> float:
             caps the exponent at 20); or T, the predicted subwords, which depends on the tokenizer.
     """
     try:
-        return math.exp(loss_sum / count)
-    except (OverflowError, ZeroDivisionError):
+        return math.exp(loss_sum / count) if count > 0 else math.inf
+    except OverflowError:
         return math.inf
 
 
