@@ -11,6 +11,7 @@ import inspect
 import sysconfig
 from pathlib import Path
 
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 MODULES = tuple(
     """
     __future__ _collections_abc _osx_support _pydecimal _pyio _strptime abc argparse ast
@@ -73,7 +74,7 @@ def embedded_fingerprint() -> str:
 
 
 def _source_of(module: str) -> Path | None:
-    stem = Path(sysconfig.get_paths()["stdlib"], *module.split("."))
+    stem = STANDARD_LIBRARY.joinpath(*module.split("."))
     for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
             return path
