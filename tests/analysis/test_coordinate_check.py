@@ -13,20 +13,20 @@ SMALL += ["optimizer.lr=4e-3"]
 SIZES = {"width": [64, 256], "depth": [2, 8], "head size": [16, 128]}
 
 
-def powers(family: str, name: str, axes: dict[str, list[int]], bound: float = 0.25) -> list[str]:
+def failing(family: str, name: str, axes: dict[str, list[int]], seeds: int) -> list[str]:
     """The parts that fail, as `axis part`."""
     config = coordinate_check.read_config(
         [f"model={family}_tiny", f"model.parametrization={name}", "optimizer.lr=1e-3"]
     )
     axes = dict.fromkeys(SIZES, []) | axes
-    rows = coordinate_check.check(config, axes, seeds=3, steps=5, readout_steps=15)
-    return [f"{row['axis']} {row['part']}" for row in rows if abs(row["power"]) > bound]
+    rows = coordinate_check.check(config, axes, seeds=seeds, steps=5, readout_steps=15)
+    return [f"{row['axis']} {row['part']}" for row in rows if abs(row["power"]) > 0.25]
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_completep_passes_over_every_size_and_the_standard_fails(family: str) -> None:
-    assert powers(family, "completep", SIZES) == []
-    failed = powers(family, "standard", SIZES)
+    assert failing(family, "completep", SIZES, seeds=3) == []  # with one, the limit is only just passed
+    failed = failing(family, "standard", SIZES, seeds=1)
     assert {"width last layer", "width first mlp", "depth last layer", "head size last scores"} <= set(failed)
 
 
@@ -50,7 +50,7 @@ def test_a_wrong_multiplier_fails(monkeypatch, family: str, change: dict, parts:
             monkeypatch.setattr(wrong, name, property(lambda self, v=value: v, lambda self, _: None), raising=False)
     monkeypatch.setitem(parametrization.PARAMETRIZATIONS, "completep", wrong)
     axis = next(axis for axis in SIZES if min(parts).startswith(axis))
-    assert parts <= set(powers(family, "completep", {axis: SIZES[axis]}))
+    assert parts <= set(failing(family, "completep", {axis: SIZES[axis]}, seeds=1))
 
 
 def test_the_command_writes_figure_and_record_and_tells_by_its_exit_code(tmp_path, monkeypatch) -> None:

@@ -159,9 +159,7 @@ def test_the_record_of_another_run_is_kept(folder: Path) -> None:
     "words", [(SCRIPT, *LAMBADA), (str(REPOSITORY / "src" / "generate.py"), "prompt=x", "max_new_tokens=4")]
 )
 def test_another_number_of_ranks_than_that_of_the_layout_is_refused(folder: Path, words: tuple[str, ...]) -> None:
-    started = environment(**torchrun_rank(0, 3))
-    command = [sys.executable, *words, "ckpt=gpt2"]
-    run = subprocess.run(command, cwd=folder, env=started, capture_output=True, text=True, timeout=300)
+    run = warm.run([*words, "ckpt=gpt2"], folder, environment(**torchrun_rank(0, 3)), timeout=300)
     refusal = "`parallel` must be a grid of the 3 ranks that were started, but is one of 1"
     assert run.returncode == 2 and run.stderr.splitlines() == [f"error: {refusal}"]
 
