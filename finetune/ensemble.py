@@ -8,6 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from lmscale.cli.errors import one_line_errors
 from lmscale.finetune.ensembling import ensemble
 from lmscale.finetune.scoring import with_units
 from lmscale.results import new_record, read_record, write_record
@@ -38,23 +39,19 @@ def evidence(runs: list[Path]) -> tuple[str, str | None]:
     return ("run" if kinds == {"run"} and size else "scaled_down"), (f"{size} ensemble" if size else None)
 
 
+@one_line_errors()
 def main() -> int:
     """Combine the members, score the ensemble and write the outputs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, required=True, help="folder for predictions and record")
     options = parser.parse_args()
-    try:
-        refuse_run_folder(options.out)
-        kind, paper_size = evidence(options.runs)
-        metrics, alarms = ensemble(options.runs, options.out)
-        members = {"members": [str(run) for run in options.runs], "paper_size": paper_size, "alarms": alarms}
-        record = new_record(NAME, kind, config=members, seed=None, metrics=with_units(metrics), device="cpu")
-        write_record(record, options.out / "record.json")
-    except (OSError, ValueError) as error:
-        unusable = "a run folder cannot be read, or `--out` not be written: " if isinstance(error, OSError) else ""
-        print(f"error: {unusable}{error}", file=sys.stderr)
-        return 2
+    refuse_run_folder(options.out)
+    kind, paper_size = evidence(options.runs)
+    metrics, alarms = ensemble(options.runs, options.out)
+    members = {"members": [str(run) for run in options.runs], "paper_size": paper_size, "alarms": alarms}
+    record = new_record(NAME, kind, config=members, seed=None, metrics=with_units(metrics), device="cpu")
+    write_record(record, options.out / "record.json")
     for name, value in metrics.items():
         print(f"{name} {value:.4f}")
     for alarm in alarms:

@@ -9,20 +9,18 @@ test set:
 import argparse
 import sys
 
+from lmscale.cli.errors import one_line_errors
 from lmscale.finetune.protocol import read_settings
 
 
+@one_line_errors()
 def main() -> int:
     """Read the records, rank the settings and print them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", help="folder of a sweep, or any folder that contains run folders")
     parser.add_argument("--metric", default=None, help="default: the task's accuracy, or F1 for SQuAD")
     options = parser.parse_args()
-    try:
-        settings = read_settings(options.folder, options.metric)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    settings = read_settings(options.folder, options.metric)
     for setting in settings:
         values = " ".join(f"{key}={value}" for key, value in setting.differing.items()) or "one setting"
         scores = ", ".join(f"{score:.2f}" for score in sorted(setting.scores.values()))

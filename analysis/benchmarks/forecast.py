@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import yaml
 
 from analysis.scaling.study import with_rates
+from lmscale.cli.errors import one_line_errors
 from lmscale.config import RECOMPUTE_MODES, Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner import operations
@@ -263,6 +264,7 @@ def compare(forecasts: dict, folder: Path, card: str = "h200") -> str:
     return "\n".join(lines if len(lines) > 1 else [*lines, "no row was run yet"])
 
 
+@one_line_errors()
 def main() -> int:
     """Print the forecast, or compare it."""
     parser = argparse.ArgumentParser(

@@ -22,6 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
+from lmscale.cli.errors import one_line_errors
 from lmscale.planner.memory import GIB, GPU_RESERVED_GIB
 from lmscale.results import checked_metric, new_record, write_record
 
@@ -252,6 +253,7 @@ def read_finite(path: Path, metric: str) -> float:
     return entry["value"]
 
 
+@one_line_errors()
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -278,9 +280,6 @@ def main() -> None:
             print(text)
     except FileNotFoundError as error:
         sys.exit(f"not measured yet: {error.filename} is missing")
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

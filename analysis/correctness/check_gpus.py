@@ -14,7 +14,7 @@ launches in a row (on fewer than eight GPUs ten), of which each takes 30 to 90 s
 5. time and bus bandwidth of the collectives by message size, and their share of a training step.
 
 The report is printed, and written with all figures as `report.txt` and `record.json` into `outputs/check_gpus/<time>`,
-next to the logs. Exit code 0: every part passed; 1: one failed; 2: fewer than 2 GPUs.
+next to the logs. Exit code 0: every part passed; 1: one failed; 2: fewer than 2 GPUs, or no folder.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from analysis.correctness.check_parts import (
     train_one_rank,
 )
 from analysis.running import ROOT, Subprocess
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, write_record
 
 OUTPUTS = ROOT / "outputs" / "check_gpus"
@@ -124,17 +125,14 @@ def report_text(check: Check, machine: list[str], seconds: float) -> str:
     return "\n".join([*machine, "", *check.lines, "", f"{verdict} in {seconds:.0f} s; logs in {check.folder}"])
 
 
+@one_line_errors()
 def main() -> int:
     """Check, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="two CPU processes over gloo, tiny models")
     parser.add_argument("--folder", type=Path, help="of runs, logs and report; default outputs/check_gpus/<time>")
     options = parser.parse_args()
-    try:
-        ranks = count_devices(options.rehearse)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    ranks = count_devices(options.rehearse)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the parts then end their processes
     started = time.time()
     folder = (options.folder or OUTPUTS / time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()

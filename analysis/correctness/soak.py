@@ -28,6 +28,7 @@ import torch
 
 from analysis.running import ROOT, Subprocess
 from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, record_argument, report
 
 SAVE_EVERY, KEEP_LAST = 5, 3
@@ -54,6 +55,7 @@ SETTINGS = (
 )
 
 
+@one_line_errors()
 def main() -> int:
     """Run the soak, compare with an undisturbed run and report."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

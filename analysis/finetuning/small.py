@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT, run_python
-from lmscale.results import new_record, report
+from lmscale.cli.errors import one_line_errors
+from lmscale.results import new_record, record_argument, report
 
 RECORDS = ROOT / "analysis" / "finetuning" / "records"
 SEEDS = (1, 2, 3)
@@ -199,6 +200,7 @@ def summarize(recorded: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return new_record("finetune_small", "scaled_down", config, SEEDS[0], metrics, device="cpu", layout=layout)
 
 
+@one_line_errors()
 def main() -> int:
     """Run what is missing (first seeds, then controls, then other seeds) and summarize."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -206,17 +208,13 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_small", help="run folders")
     parser.add_argument(
-        "--records", type=Path, default=RECORDS / "finetune_small.jsonl", help="file of the runs' records"
+        "--records", type=record_argument, default=RECORDS / "finetune_small.jsonl", help="file of the runs' records"
     )
     options = parser.parse_args()
     source = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
     outputs = options.outputs.resolve()
-    try:
-        data, bert = find_data(source, outputs / "data"), import_bert(outputs / "bert")
-        recorded = read_lines(options.records)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    data, bert = find_data(source, outputs / "data"), import_bert(outputs / "bert")
+    recorded = read_lines(options.records)
     for seed, kind, task in itertools.product(options.seeds, KINDS, options.tasks):
         if (name := f"{task}_{kind}_{seed}") not in recorded:
             add_line(options.records, name, run_one(name, task, kind, seed, bert, data[task], outputs))

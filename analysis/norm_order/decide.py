@@ -25,6 +25,7 @@ from analysis.norm_order.run import FILES, RECORDS, read_groups
 from analysis.norm_order.run_folder import NATS
 from analysis.norm_order.summary import summarize
 from analysis.report.records import read_lines
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, write_record
 
 ABOVE_POST = 0.03  # nats that B2T's mean loss may be above post-norm's
@@ -156,6 +157,7 @@ def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
     return {"config": config, "metrics": metrics}
 
 
+@one_line_errors()
 def main() -> int:
     """Write the summaries and print the tests."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -40,7 +40,8 @@ from analysis.norm_order.run_folder import (
     reference_losses,
 )
 from analysis.report.records import add_line, read_lines
-from lmscale.results import new_record, write_record
+from lmscale.cli.errors import one_line_errors
+from lmscale.results import new_record, record_path, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS, RECORDS = Path(__file__).with_name("cells.yaml"), Path(__file__).with_name("records")
@@ -193,6 +194,7 @@ def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any],
     return num_differing
 
 
+@one_line_errors()
 def main() -> int:
     """List, run or repeat cells."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -216,13 +218,14 @@ def main() -> int:
             print(*(f"{name:<44}{'done' if name in recorded else 'not run'}" for name in cells), sep="\n")
             return 0
         outputs.mkdir(parents=True, exist_ok=True)
+        record_path(path)
         if options.only:
             if unknown := set(options.only) - (cells.keys() & recorded.keys()):
                 raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
             return int(repeat([cells[name] for name in options.only], more, recorded, outputs) > 0)
         missing = [cell for name, cell in cells.items() if name not in recorded]
         run_missing(missing, more, options.jobs, outputs, path)
-    except (ValueError, RuntimeError) as error:
+    except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"records: {path}; python analysis/norm_order/decide.py --records {options.records} evaluates them")

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 from analysis.norm_order.run_folder import NATS, describe_losses, read_rows, reference_losses, training_samples
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +164,7 @@ def compare(forecasts: dict[str, Any], records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@one_line_errors()
 def main() -> int:
     """Write the forecast or the record of a run, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -173,15 +175,11 @@ def main() -> int:
     kept.add_argument("record", type=record_argument)
     commands.add_parser("compare").add_argument("records", type=Path, nargs="+")
     options = parser.parse_args()
-    try:
-        if options.command == "compare":
-            forecasts = json.loads(FORECAST.read_text(encoding="utf-8"))
-            print(compare(forecasts, [read_record(path) for path in options.records]))
-            return 0
-        record = forecast() if options.command == "forecast" else keep(options.folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.command == "compare":
+        forecasts = json.loads(FORECAST.read_text(encoding="utf-8"))
+        print(compare(forecasts, [read_record(path) for path in options.records]))
+        return 0
+    record = forecast() if options.command == "forecast" else keep(options.folder)
     report(record, options.record)
     return 0
 

@@ -43,6 +43,7 @@ from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
 from analysis.scaling.tables import figure_1_rows, figure_5_rows
 from analysis.scaling_law.cells import tabulate
 from analysis.scaling_law.figure import study_figures
+from lmscale.cli.errors import one_line_errors
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,6 +151,7 @@ def fingerprint(figure: Figure) -> str:
     return hashlib.sha256("\n".join(seen).encode()).hexdigest()
 
 
+@one_line_errors()
 def main() -> int:
     """Draw the figures, and without `--only` write the page that shows them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -157,11 +159,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", help="one figure")
     options = parser.parse_args()
     records = read_records()
-    try:
-        captions = draw_all(records, options.folder, options.only)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    captions = draw_all(records, options.folder, options.only)
     if options.only is None:
         (options.folder / "README.md").write_text(findings_page(records, captions), encoding="utf-8")
     for path, caption in captions.items():

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 
 from analysis.report.records import ANALYSIS
 from analysis.report.style import house_style, label_ends, page_figure, prepare_figure
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import read_record, validation_set
 
 ROOT = ANALYSIS.parent
@@ -196,23 +197,20 @@ def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
     return figure
 
 
+@one_line_errors()
 def main() -> int:
     """Print the table of the runs and draw their curves."""
     parser = argparse.ArgumentParser(description="Training and validation loss of run folders, and their throughput.")
     parser.add_argument("runs", nargs="*", help=f"run folders or folders of runs; none: the {NEWEST} newest")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "figures" / "your_runs.png")
     options = parser.parse_args()
-    try:
-        prepare_figure("--output", options.output)
-        runs, left_out = find_runs(options.runs)
-        print("\n".join(left_out), end="\n" if left_out else "")
-        if not runs:
-            raise ValueError(f"`runs` must have a pretraining run, but {options.runs or ROOT} has none")
-        table, curves = tabulate(runs)
-        draw_runs(table, curves).savefig(options.output)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    prepare_figure("--output", options.output)
+    runs, left_out = find_runs(options.runs)
+    print("\n".join(left_out), end="\n" if left_out else "")
+    if not runs:
+        raise ValueError(f"`runs` must have a pretraining run, but {options.runs or ROOT} has none")
+    table, curves = tabulate(runs)
+    draw_runs(table, curves).savefig(options.output)
     for name, rows in table.groupby(level=0, sort=False):
         print(f"{name}\n{rows.droplevel(0).to_string(float_format='{:,.3f}'.format)}")
     print(f"figure: {options.output}")

@@ -27,6 +27,7 @@ from analysis.scaling_law import law, run
 from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
 from analysis.scaling_law.figure import check_one_panel, draw_rates
 from analysis.scaling_law.transfer import CONDITION, pooled, references, shifts, transfer
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, write_record
 
 NUM_RESAMPLES = 1000
@@ -201,21 +202,18 @@ def recorded_laws(record: dict[str, Any]) -> pd.DataFrame:
     return values.unstack().astype(float)
 
 
+@one_line_errors()
 def main() -> int:
     """Print the tables; for the study also decide its tests and write its summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("paths", nargs="*", type=Path, help="folders of runs and files of records; none: the study")
     parser.add_argument("--figure", type=Path, help="of the loss over the rate, of one family and placement")
     options = parser.parse_args()
-    try:
-        if options.figure is not None:
-            prepare_figure("--figure", options.figure)
-        cells = tabulate(read_runs(options.paths or [run.RECORDS]))
-        if options.figure is not None:
-            check_one_panel(cells)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if options.figure is not None:
+        prepare_figure("--figure", options.figure)
+    cells = tabulate(read_runs(options.paths or [run.RECORDS]))
+    if options.figure is not None:
+        check_one_panel(cells)
     complete = {group["name"]: run.is_complete(group, run.RECORDS) for group in run.read_groups()}
     found = laws(cells, NUM_RESAMPLES) if options.paths else study_laws(cells, complete)
     tables = {

@@ -24,6 +24,8 @@ from omegaconf import OmegaConf
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT, run_python
 from analysis.scaling_law.cells import describe_run
+from lmscale.cli.errors import one_line_errors
+from lmscale.results import record_argument
 
 RECORDS = Path(__file__).parent / "records" / "scaling_law.jsonl"
 RATE, SEED = "optimizer.lr", "seed"
@@ -116,6 +118,7 @@ def is_complete(group: dict[str, Any], records: Path) -> bool:
     return True
 
 
+@one_line_errors()
 def main() -> int:
     """List the cells, or run the missing ones."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -123,7 +126,7 @@ def main() -> int:
     parser.add_argument("--groups", nargs="+", metavar="NAME", help="only these groups")
     parser.add_argument("--list", action="store_true", help="print the planned cells and run nothing")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "scaling", help="run folders")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="file of the cells' records")
+    parser.add_argument("--records", type=record_argument, default=RECORDS, help="file of the cells' records")
     options = parser.parse_args()
     named = {"name", RATE, SEED, "model.parametrization", "model.hidden_size", *DEFAULTS}
     if taken := named & {word.partition("=")[0] for word in options.overrides}:
@@ -141,7 +144,7 @@ def main() -> int:
                     print(f"{group['name']:<12}{name:<60}{'done' if name in known else 'not run'}")
             else:
                 run_group(group, options.overrides, options.outputs.resolve(), options.records)
-    except (ValueError, subprocess.CalledProcessError) as error:
+    except subprocess.CalledProcessError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if not options.list:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from entry_points import environment
 
 from analysis.benchmarks.gpu.collective_bandwidth import bus_bytes
@@ -42,6 +43,26 @@ def test_fewer_than_two_gpus_are_refused_in_one_line_that_names_the_rehearsal() 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: the GPUs that torch sees must be at least 2, but are ")
     assert "--rehearse" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "correctness/check_gpus.py --rehearse --folder {}",
+        "correctness/soak.py --folder {}",
+        "finetuning/small.py --outputs {}",
+        "norm_order/run.py --outputs {}",
+        "pages/make_figures.py --only figure_5 --folder {}",
+        "scaling_law/run.py --records {}/none",
+    ],
+)
+def test_a_file_in_place_of_a_folder_is_refused_in_one_line(script: str, tmp_path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    name, *arguments = script.format(file).split()
+    done = warm.run([str(ROOT / "analysis" / name), *arguments], ROOT, environment(), timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "error: " in done.stderr.splitlines()[-1] and str(file) in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(("listed", "found"), [("GPU 0: some", 1), ("No devices were found", 0)])

@@ -145,7 +145,8 @@ def test_a_run_that_diverged_has_a_record_and_one_that_was_stopped_has_none(tmp_
     stopped = make_run(tmp_path / "stopped", "bert_752m", "post", 2, 5.0, num_steps=2_000)
     for folder, message in ((stopped, "must have ended after 2000 steps, but "), (tmp_path / "no_run", "config.json")):
         monkeypatch.setattr(sys, "argv", ["true_widths.py", "keep", str(folder), str(tmp_path / "record.json")])
-        assert true_widths.main() == 2
+        with pytest.raises(SystemExit, match="2"):
+            true_widths.main()
         error = capsys.readouterr().err
         assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "record.json").exists()
@@ -154,5 +155,6 @@ def test_a_run_that_diverged_has_a_record_and_one_that_was_stopped_has_none(tmp_
 def test_only_records_of_the_runs_are_compared(monkeypatch, capsys) -> None:
     for path in (true_widths.FORECAST, Path(__file__)):
         monkeypatch.setattr(sys, "argv", ["true_widths.py", "compare", str(path)])
-        assert true_widths.main() == 2
+        with pytest.raises(SystemExit, match="2"):
+            true_widths.main()
         assert f"but {path} is not one" in capsys.readouterr().err

@@ -260,7 +260,8 @@ def test_only_cells_with_a_record_are_repeated(tmp_path, monkeypatch, capsys) ->
     monkeypatch.setattr(
         "sys.argv", ["run.py", "--records", str(tmp_path), "--outputs", str(tmp_path), "--only", "12_mid"]
     )
-    assert script.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        script.main()
     assert capsys.readouterr().err == "error: `--only` must name cells with a record, but is 12_mid; see --list\n"
 
 

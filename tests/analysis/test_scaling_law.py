@@ -283,7 +283,8 @@ def test_a_figure_refuses_runs_that_it_cannot_tell_apart(changes: dict, rule: st
 @pytest.mark.parametrize("path", ["rates.txt", "outputs", "/proc/none/rates.png"])
 def test_a_figure_that_cannot_be_written_is_refused_first(path: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["decide.py", "--figure", path])
-    assert decide.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        decide.main()
     assert capsys.readouterr().err.startswith("error: `--figure` must ")
 
 
@@ -356,4 +357,6 @@ def test_your_own_runs_are_read_from_their_folders_and_must_agree(tmp_path, monk
     (folder / "record.json").unlink()
     assert len(read_runs([tmp_path / "sweep"])) == 1 and "has no record.json yet" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["decide.py", str(tmp_path / "none")])
-    assert decide.main() == 2 and "but" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        decide.main()
+    assert "but" in capsys.readouterr().err

@@ -64,7 +64,8 @@ def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path
     assert your_runs.main() == 0 and (tmp_path / "curves.png").stat().st_size > 10_000
     assert capsys.readouterr().out.endswith(f"figure: {tmp_path / 'curves.png'}\n")
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "none")])
-    assert your_runs.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        your_runs.main()
     none = f"{tmp_path}/none and the folders in it have none"
     assert capsys.readouterr().err == f"error: a run folder must have record.json or metrics.csv, but {none}\n"
 
@@ -117,7 +118,9 @@ def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tm
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(tmp_path / "curves.png")])
     assert your_runs.main() == 0 and capsys.readouterr().out.count("left out: ") == 6
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "finetuned")])
-    assert your_runs.main() == 2 and "error: `runs` must have a pretraining run" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        your_runs.main()
+    assert "error: `runs` must have a pretraining run" in capsys.readouterr().err
 
 
 def change_record(folder: Path, path: str, value: object) -> None:
@@ -198,7 +201,8 @@ def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
 def test_a_figure_in_a_folder_that_cannot_be_made_is_refused_by_its_argument(tmp_path, monkeypatch, capsys) -> None:
     place = make_run(tmp_path, 4.0) / "metrics.csv" / "x.png"
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(place)])
-    assert your_runs.main() == 2
+    with pytest.raises(SystemExit, match="2"):
+        your_runs.main()
     reason = f"{place}: File exists"
     assert capsys.readouterr().err == f"error: `--output` must be in a folder that can be made, but {reason}\n"
 

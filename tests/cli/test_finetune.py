@@ -158,7 +158,7 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     assert len((tmp_path / "two/dev/rte.tsv").read_text().splitlines()) == 21
     refused = run_script("ensemble.py", *members, "--out", str(tmp_path / "two/dev/rte.tsv"))
     assert refused.returncode == 2 and refused.stderr.startswith(
-        "error: a run folder cannot be read, or `--out` not be written: "
+        f"error: {tmp_path / 'two/dev/rte.tsv'}/dev cannot be read or written: Not a directory"
     )
 
 
@@ -207,7 +207,8 @@ def test_an_error_is_one_line_and_exit_code_2(places, changes, message: str) -> 
 
 
 def test_the_other_scripts_name_what_is_missing(tmp_path) -> None:
-    for script, arguments in (("median.py", [str(tmp_path)]), ("ensemble.py", [str(tmp_path), "--out", "x"])):
+    ensembles = [("ensemble.py", [path, "--out", "x"]) for path in (str(tmp_path), __file__)]
+    for script, arguments in [("median.py", [str(tmp_path)]), ("median.py", [__file__]), *ensembles]:
         done = run_script(script, *arguments)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 

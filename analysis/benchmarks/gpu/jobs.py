@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, 
 
 from analysis.benchmarks.gpu.device import require_device
 from analysis.running import ROOT, run_python
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, record_argument, report
 
 BOUND = 1e-6  # relative, in fp64: sums in another order, which Adam's division magnifies
@@ -60,6 +61,7 @@ def largest_gap(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True))
 
 
+@one_line_errors()
 def main() -> int:
     """Run all jobs twice, print the gaps and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,7 +79,7 @@ def main() -> int:
         found = run_jobs(folder, device)
         shutil.move(folder / device, folder / "device")  # a rehearsal's device is a CPU too
         expected = run_jobs(folder, "cpu")
-    except (ValueError, subprocess.CalledProcessError) as error:
+    except subprocess.CalledProcessError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     saved = [len(list((folder / family / "checkpoints").glob("step_*.ckpt"))) for family in ("gpt", "bert")]

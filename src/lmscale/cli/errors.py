@@ -6,6 +6,8 @@ import re
 import shlex
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,6 +50,17 @@ def exit_with(error: Exception, job: str = "") -> NoReturn:
         line = line.replace("hydra.run.dir", "hydra.sweep.dir")
     print(f"error: {job}{line}", file=sys.stderr, flush=True)
     sys.exit(USER_ERROR)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Decorate the main function of a script without Hydra; its ValueErrors and OSErrors end it by `exit_with`."""
+    try:
+        yield
+    except ValueError as error:
+        exit_with(error)
+    except OSError as error:
+        exit_with(ValueError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"))
 
 
 def _one_line(error: Exception) -> str:
