@@ -84,7 +84,7 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         "overrides": ["data.path=/home/somebody/corpus.txt", "resume=/home/somebody/lr=0.1/x", "schedule=linear"],
         "loss_reduction": "a/b",
         "curve": tmp_path / "repo" / "curve.png",
-        "weights": {"/scratch/somebody/a": 1, "/scratch/somebody/b": 2, "/disk/somebody/b": 3},
+        "weights": {"/scratch/somebody/a": 1, "/scratch/somebody/b": 2, "/disk/somebody/b": 3, "/x/b (2)": 4},
         "several": [
             "data.path={/home/somebody/a: 1, /scratch/somebody/b:2}",
             "dev=[/scratch/somebody/a,'/x y/b']",
@@ -98,7 +98,7 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         "overrides": ["data.path=~/corpus.txt", "resume=~/lr=0.1/x", "schedule=linear"],
         "loss_reduction": "a/b",
         "curve": "curve.png",
-        "weights": {".../a": 1, ".../b (2)": 2, ".../b (3)": 3},
+        "weights": {".../a (1)": 1, ".../b (2)": 2, ".../b (3)": 3, ".../b (2) (4)": 4},
         "several": ["data.path={~/a: 1, .../b:2}", "dev=[.../a,'.../b']"],
         "other": ["url=https://host/a", "prompt=and/or"],
     }

@@ -235,7 +235,8 @@ def _portable(value: Any) -> Any:
     """Make absolute paths relative to the working directory or `~`, or reduce them to `.../<last part>`."""
     if isinstance(value, dict):
         names = [_portable(str(key)) for key in value]
-        names = [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
+        if len(set(names)) < len(names):  # all are numbered: one of them may end like a number
+            names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
         return dict(zip(names, map(_portable, value.values()), strict=True))
     if isinstance(value, (list, tuple)):
         return [_portable(item) for item in value]
