@@ -85,8 +85,8 @@ def check(hint: Any, value: object, name: str) -> None:
     # Hydra reads 2024, 1E5 and true as numbers and a switch, as which they lose how they were written.
     is_lost = _base(kinds[0]) is str and isinstance(value, int | float)
     quotes = f"""; quotes make it text: '{name}="..."'""" if is_lost else ""
-    if broken:  # null is no remedy
-        kinds = tuple(kind for kind in kinds if kind is not type(None))
+    if broken:  # neither null nor a group is a remedy
+        kinds = tuple(kind for kind in kinds if kind not in (type(None), dict))
     refuse(name, _join(kinds, broken), value, meant + quotes)
 
 
