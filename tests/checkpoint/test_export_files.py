@@ -57,6 +57,7 @@ def test_settings_are_written_only_where_a_tokenizer_json_has_none_beside_it(tmp
     "name, content", [("vocab.txt", b"\xff"), ("vocab.json", b"["), ("tokenizer.json", b"version https://git-lfs")]
 )
 def test_a_damaged_file_is_refused_in_one_line_that_names_it(tmp_path, name: str, content: bytes) -> None:
+    (tmp_path / "merges.txt").touch()
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=f"`tokenizer_path` must name valid files, .*{name} must be ") as caught:
         TokenizerFiles(tmp_path, CONFIG)
@@ -68,6 +69,10 @@ def test_a_folder_without_a_vocabulary_is_no_tokenizer(tmp_path, name: str) -> N
     (tmp_path / (name or "unknown")).write_text("{}")
     with pytest.raises(CheckpointError, match="`tokenizer_path` must be a tokenizer.json, a vocab.txt or a folder"):
         TokenizerFiles(tmp_path, CONFIG)
+    (tmp_path / "vocab.json").write_text("{}")
+    if name != "merges.txt":
+        with pytest.raises(CheckpointError, match="`tokenizer_path` must have merges.txt beside vocab.json, but "):
+            TokenizerFiles(tmp_path, CONFIG)
     with pytest.raises(CheckpointError, match="but is .*nowhere"):
         TokenizerFiles(tmp_path / "nowhere", CONFIG)
 

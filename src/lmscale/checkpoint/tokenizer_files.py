@@ -22,7 +22,8 @@ class TokenizerFiles:
             a `tokenizer.json` (as our cache keeps it).
 
     Raises:
-        CheckpointError: none is there, one cannot be read, or the model has no rows for some of the ids.
+        CheckpointError: none is there, a vocab.json has no merges, one cannot be read, or the model has no rows for
+            some of the ids.
     """
 
     def __init__(self, path: str | Path, config: TransformerConfig) -> None:
@@ -36,6 +37,8 @@ class TokenizerFiles:
             raise CheckpointError(
                 f"`tokenizer_path` must be a tokenizer.json, a vocab.txt or a folder with such files, but is {path}"
             )
+        if "vocab.json" in self.files and self.files.keys().isdisjoint(("tokenizer.json", "merges.txt")):
+            raise CheckpointError(f"`tokenizer_path` must have merges.txt beside vocab.json, but {path} does not")
         try:
             self.ids = self._read_ids()
         except ValueError as error:
