@@ -232,6 +232,15 @@ def test_the_diagnosis_names_the_parameter_that_is_not_finite(tmp_path, monkeypa
     assert not list_checkpoints(tmp_path / "checkpoints")
 
 
+def test_a_diagnosis_that_cannot_be_written_ends_every_rank_after_its_message(tmp_path, capfd) -> None:
+    (tmp_path / "not_finite_step_2.json").mkdir()
+    settings = {"optimizer__lr": 1e38, "schedule__warmup_steps": 0, "trainer__max_skipped_steps": 0}
+    code = train_here(run_of(tmp_path, trainer__max_steps=50, **settings))
+    assert code == USER_ERROR
+    first, second = capfd.readouterr().err.splitlines()[-2:]
+    assert "error: no finite gradient" in first and "Is a directory" in second
+
+
 def test_the_first_of_several_gradients_is_that_of_the_last_stage_nearest_to_the_loss() -> None:
     """From there they spread towards the input."""
     sound = {"weights": [], "forward": None, "gradients": []}

@@ -88,17 +88,22 @@ def keep_damaged(path: Path) -> None:
 
 
 def report_failure(session: RankSession, step: int, report: StepReport) -> None:
-    """Print one line about a run that stopped early, after `step`; if it diverged, also write a file."""
+    """Print one line about a run that stopped early, after `step`; if it diverged, also write a file.
+
+    Raises:
+        CheckpointError: the file cannot be written; the same on all ranks.
+    """
     if session.ending.exit_code == DIVERGED:
         reports = session.strategy.gather(report.diagnosis)
         path = session.folder / f"not_finite_step_{step}.json"
         if session.is_first:
-            path.write_text(json.dumps(reports, indent=1), encoding="utf-8")
             print_error(
                 f"no finite gradient in more steps in a row than trainer.max_skipped_steps "
                 f"({report.run.trainer.max_skipped_steps}), up to step {step}; "
                 f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
             )
+        write = partial(path.write_text, json.dumps(reports, indent=1), encoding="utf-8")
+        session.strategy.agree(write, first_rank_only=True)  # a full disk ends all ranks alike
     if session.ending.exit_code == INTERRUPTED and session.is_first:
         received, where = session.interruption.received, session.folder / CHECKPOINTS
         name = received.name if received else "a signal to another rank"
