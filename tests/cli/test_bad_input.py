@@ -176,12 +176,16 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     ("text", "message"),
     [
         ("name: mine\nsizes: [1\n", "model/mine.yaml must be YAML, but line 3 is not: expected ',' or ']'"),
+        (
+            "name: caf\udce9",
+            "model/mine.yaml must be UTF-8 text, but: 'utf-8' codec can't decode byte 0xe9",
+        ),
         ("defaults: [base/gptt]", "`defaults` of model/mine.yaml must name files that exist, but model/base/gptt.yaml"),
     ],
 )
 def test_a_file_of_one_s_own_is_named_where_it_is_wrong(tmp_path, text, message) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/mine.yaml").write_text(text)
+    (tmp_path / "model/mine.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     done = refuse(TRAIN, "--config-dir", str(tmp_path), "model=mine")
     assert done.returncode == 2 and message in only_line(done.stderr)
 

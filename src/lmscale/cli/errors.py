@@ -94,6 +94,9 @@ def _one_line(error: Exception) -> str:
         return f"`defaults` of {included[1]}.yaml must name files that exist, but {included[2]}.yaml does not; {there}"
     if isinstance(error, MarkedYAMLError):
         return f"{error.problem_mark.name} must be YAML, but line {error.problem_mark.line + 1} is not: {error.problem}"
+    if isinstance(error, UnicodeDecodeError):  # Hydra calls the file that it reads `f`
+        names = [getattr(frame.f_locals.get("f"), "name", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        return f"{max(names, default='') or 'a file'} must be UTF-8 text, but: {error}"
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
     if raised_here:
         return raised_here.group(1)
