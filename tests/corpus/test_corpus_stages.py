@@ -14,7 +14,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 from input_files import plan_of, source
 
-from lmscale.config.corpus import DedupConfig, EvaluationSetConfig
+from lmscale.config.corpus import DedupConfig, EvaluationSetConfig, PrepareConfig
 from lmscale.corpus import collecting, deduplicating, finalizing, running
 from lmscale.corpus.collecting import ScatterDocuments, check_ids, document_key, sort_shard
 from lmscale.corpus.deduplicating import compare_candidates, shingle_candidates
@@ -195,6 +195,21 @@ def test_an_input_that_was_edited_since_the_first_attempt_is_another(tmp_path) -
     os.utime(path, ns=(1, 1))
     with pytest.raises(ValueError, match="was started with other input files"):
         make_plan(config)
+
+
+def test_another_policy_continues_a_preparation_that_refused_but_refuse_continues_no_other(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+
+    def config(ids: str, bytes_: str) -> PrepareConfig:
+        files = {"local": source(tmp_path / "a.txt", undecodable=bytes_)}
+        return plan_of(tmp_path / "out" / ".work", files, duplicate_ids=ids).config
+
+    for policies in (("refuse", "refuse"), ("count", "refuse"), ("count", "replace")):
+        make_plan(config(*policies))
+    with pytest.raises(ValueError, match="was started with duplicate_ids='count' and not 'refuse'"):
+        make_plan(config("refuse", "replace"))
+    with pytest.raises(ValueError, match="was started with sources.local.undecodable='replace' and not 'refuse'"):
+        make_plan(config("count", "refuse"))
 
 
 def test_only_the_lines_of_the_sources_that_ask_for_it_are_joined(tmp_path) -> None:

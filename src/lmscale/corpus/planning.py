@@ -94,24 +94,29 @@ def _check_output(output: Path, before: dict | None, facts: dict) -> None:
         if output.exists() and (not output.is_dir() or any(path.name != ".work" for path in output.iterdir())):
             raise ValueError(f"`output` must be a new or empty folder, but {output} is not")
         return
-    if before != facts:
+    if difference := _difference(before, facts):
         raise ValueError(
             f"`output` must be new or hold the same unfinished preparation, but {output} was started with "
-            f"{_difference(before, facts)}; choose another folder or remove this one"
+            f"{difference}; choose another folder or remove this one"
         )
 
 
-def _difference(before: dict, now: dict, prefix: str = "") -> str:
-    """Describe the first key in which two nested dictionaries differ, with both values."""
+def _difference(before: dict, now: dict, prefix: str = "") -> str | None:
+    """Describe the first key in which two nested dictionaries differ, with both values; None if the same work is meant.
+
+    Work that passed a policy of `refuse` would have passed any, so that a refused preparation continues with another.
+    """
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
-        if old == new:
+        if old == new or (old == "refuse" and key in ("undecodable", "duplicate_ids")):
             continue
         if key == "contents":
             return "another tokenizer" if old["tokenizer"] != new["tokenizer"] else "other evaluation texts"
         if isinstance(old, dict) and isinstance(new, dict):
-            return _difference(old, new, f"{prefix}{key}.".removeprefix("config."))
+            if found := _difference(old, new, f"{prefix}{key}.".removeprefix("config.")):
+                return found
+            continue
         if key == "inputs":
             return "other input files"
         return f"{prefix}{key}={old!r} and not {new!r}"
-    return "the same facts"
+    return None
