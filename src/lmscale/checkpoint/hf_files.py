@@ -61,12 +61,15 @@ class HuggingFaceReader(ExitStack):
     configuration of 2019 lacks. Files are `model.safetensors`, its index and shards, or the same as
     `pytorch_model.bin`.
 
+    Args:
+        key: of the folder in the configuration, for messages.
+
     Raises:
         CheckpointError: no such files, an index that contradicts them, two tensors of one name, a type that is not a
             float, a model that is not known here.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, key: str = "source") -> None:
         super().__init__()
         self.folder = Path(folder)
         values = read_hf_config(self.folder / "config.json")
@@ -74,7 +77,11 @@ class HuggingFaceReader(ExitStack):
         self._places: dict[str, tuple[TensorFileReader | PickleFile, str]] = {}
         with ExitStack() as opened:
             for path, expected in self._list_files().items():
-                file = opened.enter_context((TensorFileReader if path.suffix == ".safetensors" else PickleFile)(path))
+                try:
+                    kind = TensorFileReader if path.suffix == ".safetensors" else PickleFile
+                    file = opened.enter_context(kind(path))
+                except CheckpointError as error:
+                    raise CheckpointError(f"`{key}` must have weights that can be read, but {error}") from None
                 self.files.append(file)
                 if not expected <= set(file.entries):
                     raise CheckpointError(
