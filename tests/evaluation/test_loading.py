@@ -1,6 +1,7 @@
 """Models loaded for evaluation: exactly the checkpoint's weights, at any layout, or an error."""
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -166,11 +167,19 @@ def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -
 def test_the_model_is_described_without_its_weights(tmp_path) -> None:
     path = save_gpt(tmp_path / "ours", gpt(), trained(300))
     published = export_hugging_face(save_gpt(tmp_path / "plain", gpt()), tmp_path / "published")
-    for file in (*path.glob("*.safetensors"), published / "model.safetensors"):
+    for file in path.glob("*.safetensors"):
         file.write_bytes(b"\0" * file.stat().st_size)
     assert describe_checkpoint(path) == (small_config("gpt"), path.parent / "tokenizer")
     config, folder = describe_checkpoint(published)
     assert (config.num_layers, config.vocab_size, folder) == (2, 99, published)
+    about = json.loads((published / "config.json").read_text())
+    del about["model_type"], about["architectures"]  # as in files of 2019
+    (published / "config.json").write_text(json.dumps(about))
+    assert describe_checkpoint(published) == (config, published)
+    weights = published / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match="`ckpt` must have weights that can be read, but model.safetensors"):
+        describe_checkpoint(published)
 
 
 def test_a_wrong_world_size_raises(monkeypatch) -> None:

@@ -23,8 +23,9 @@ from ..checkpoint import (
     check_files,
     read_metadata,
 )
-from ..checkpoint.hf_config import config_from_hf, read_hf_config
+from ..checkpoint.hf_config import config_from_hf
 from ..checkpoint.hf_conversion import import_hugging_face
+from ..checkpoint.hf_files import HuggingFaceReader
 from ..checkpoint.metadata import find_given, is_hugging_face
 from ..checkpoint.model_tensors import config_of, open_source
 from ..config import TransformerConfig
@@ -125,14 +126,16 @@ def load_requested_tokenizer(config: GenerateTokenizer) -> Tokenizer | None:
 
 
 def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
-    """Read the configuration of the model at `path` without its weights; returns it and its tokenizer folder.
+    """Read the configuration of the model at `path`, of its weights only names and sizes; returns it and its tokenizer
+    folder.
 
     Raises:
-        CheckpointError: as `load_model`, for errors in the metadata.
+        CheckpointError: as `load_model`, for errors in the metadata and for files of a wrong length.
     """
     checkpoint = find_given("ckpt", path)
     if not (checkpoint / METADATA).is_file():
-        return config_from_hf(read_hf_config(checkpoint / "config.json"), None), checkpoint
+        with HuggingFaceReader(checkpoint, "ckpt") as reader:
+            return config_from_hf(reader.values), checkpoint
     metadata = read_metadata(checkpoint)
     check_files(checkpoint, metadata)
     return config_of(checkpoint, metadata), checkpoint.parent / TOKENIZER_FOLDER
