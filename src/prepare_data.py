@@ -21,6 +21,10 @@ def prepare(values: dict) -> None:
 
     try:
         plan = make_plan(config)
+    except OSError as error:
+        rule = "a folder that can be made and written"
+        raise ValueError(f"`output` must be {rule}, but {error.filename or config.output}: {error.strerror}") from None
+    try:
         for note in list_skipped(config.sources):
             print(f"note: {note}", flush=True)
         if not run_plan(plan):

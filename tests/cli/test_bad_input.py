@@ -121,7 +121,7 @@ BAD = {
     ),
     "not a file": (
         ["data=local", "data.path=/dev/null"],
-        "`data.path` must be a file or a folder, but /dev/null is neither",
+        "`data.path` must be a file or a folder that can be read, but /dev/null: Not a directory",
     ),
     "missing tokenizer": (
         ["tokenizer=gpt2", "tokenizer.path=no/such"],

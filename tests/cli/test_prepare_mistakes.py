@@ -7,7 +7,9 @@ from entry_points import REPOSITORY, refuse
 from preparing import SMALL, digests, passages, prepare, write_lines
 
 BAD = {
-    "no such file": (["sources.local.path=/nowhere"], "must exist, but /nowhere"),
+    "no such file": (["sources.local.path=/nowhere"], "can be read, but /nowhere: No such file"),
+    "an unreadable file": (["sources.local.path=" + "x" * 300], "`sources.local.path` must be a file or a folder that"),
+    "an unusable output": (["output=" + "x" * 300], "`output` must be a folder that can be made and written, but "),
     "weights of some": (["+sources.b={kind: local, path: x, weight: 2}"], "`sources.local.weight` must be given"),
     "a weight that is none": (["+sources.b={kind: local, path: x, weight: no}"], "`sources.b.weight` must be"),
     "books for gpt": (["corpus=bookscorpus"], "is for bert only"),

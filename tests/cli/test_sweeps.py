@@ -86,7 +86,7 @@ def test_a_sweep_over_models_trains_each_with_its_own_recipe(tmp_path) -> None:
         (["schedule.min_lr=0,1"], "job 1 of the sweep (schedule.min_lr=1): `schedule.min_lr` must be at most"),
         (
             ["data=local", "data.path=README.md,gone.txt"],
-            "job 1 of the sweep (data=local data.path=gone.txt): `data.path` must exist, but gone.txt does not",
+            "job 1 of the sweep (data=local data.path=gone.txt): `data.path` must be a file or a folder that can",
         ),
         (
             ["data=indexed", "data.path=gone,README.md"],

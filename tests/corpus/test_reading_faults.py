@@ -170,7 +170,7 @@ def test_a_failed_task_writes_no_report(folder) -> None:
 
 
 def test_missing_paths_and_folders_without_known_files_raise_before_reading(folder) -> None:
-    with pytest.raises(ValueError, match=r"`sources\.books\.path` must exist"):
+    with pytest.raises(ValueError, match=r"`sources\.books\.path` must be a file or a folder that can be read, but"):
         list_inputs({"books": source(folder / "nothing")})
     with pytest.raises(ValueError, match=r"`sources\.books\.path` must hold files ending in"):
         list_inputs({"books": source(folder)})

@@ -52,7 +52,7 @@ def test_a_column_of_numbers_raises(tmp_path) -> None:
 def test_errors_name_the_wrong_key(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="`data.validation_path` must exist"):
+    with pytest.raises(ValueError, match="`data.validation_path` must be a file or a folder that can be read, but"):
         prepare_corpus(config, TRAINED, "gpt", None)
     with pytest.raises(ValueError, match="`validation_path` must be null unless `data` is local"):
         DataConfig("embedded", 16, validation_path=str(tmp_path / "a.txt"))

@@ -26,6 +26,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     Raises:
         ValueError: a source, tokenizer, language or evaluation set cannot be used, the output folder holds something
             else or a different number of shards, or there are too few documents for both splits.
+        OSError: the output folder cannot be made, read or written.
     """
     output = Path(config.output).absolute()
     check_tokenizer(config.tokenizer, config.architecture)
@@ -38,7 +39,7 @@ def make_plan(config: PrepareConfig) -> Plan:
                 f"{', '.join(source.architectures)} only"
             )
         path = Path(source.path).resolve() if source.path is not None else None
-        if path is not None and path.is_dir() and output.resolve().is_relative_to(path):
+        if path is not None and output.resolve().is_relative_to(path) and path.is_dir():
             raise ValueError(f"`output` must be outside `sources.{name}.path` ({source.path}), but is {config.output}")
     inputs = tuple(list_inputs(config.sources))
     root = output / ".work"
@@ -58,10 +59,7 @@ def make_plan(config: PrepareConfig) -> Plan:
             f"{output} was started with {before['num_shards']}; if memory is short, raise `launcher.memory_gb` or "
             "lower `launcher.workers`"
         )
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"`output` must be a folder that can be made, but {output}: {error.strerror}") from None
+    root.mkdir(parents=True, exist_ok=True)
     plan = Plan(config, root, inputs, num_shards)
     if tokenizer is not None:
         write_tokenizer(tokenizer.inner, plan.path(TOKENIZER))

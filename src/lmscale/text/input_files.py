@@ -75,17 +75,14 @@ def list_files(path: Path, key: str) -> InputFiles:
         ValueError: there is none, one is a link without target, a pipe or a device (reading would block), or a
             folder cannot be listed.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # False where a folder above cannot be searched; the walk then says so
         if not format_of(path.name):
             raise ValueError(f"`{key}` must end in {READABLE}, but is {path}; {advice_on(path.name)}")
         return InputFiles(path.parent, [path])
-    if not path.is_dir():
-        rule = "be a file or a folder, but {} is neither" if path.exists() else "exist, but {} does not"
-        raise ValueError(f"`{key}` must {rule.format(path)}")
     found, others = [], defaultdict(list)
 
     def refuse(error: OSError) -> NoReturn:
-        raise ValueError(f"`{key}` must hold folders that can be read, but {error.filename}: {error.strerror}")
+        raise ValueError(f"`{key}` must be a file or a folder that can be read, but {error.filename}: {error.strerror}")
 
     for folder, folders, files in os.walk(path, onerror=refuse):
         for name in folders + files:

@@ -1,6 +1,7 @@
 """Load the tokenizer of a run: trained on the corpus, or published by the authors of GPT-2 and BERT."""
 
 import hashlib
+import os.path
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,5 +76,5 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
         raise ValueError(too_small("tokenizer.vocab_size", size))
     if config.kind != "trained" and config.kind != form.tokenizer:
         raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
-    if config.kind != "trained" and config.path is not None and not Path(config.path).exists():
+    if config.kind != "trained" and config.path is not None and not os.path.exists(config.path):
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
