@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -182,6 +183,17 @@ def test_a_killed_worker_raises_and_the_next_run_continues(tmp_path) -> None:
 def test_a_task_that_raises_stops_the_other_workers(tmp_path) -> None:
     with pytest.raises(ValueError, match="task 1 is bad"):
         executor(tmp_path, "raises", 600.0).run()
+
+
+def test_there_is_one_worker_for_each_core_that_the_process_may_use(tmp_path, monkeypatch) -> None:
+    started = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    executor = lambda *words, **_: SimpleNamespace(run=lambda: started.append(words[2]))  # noqa: E731
+    monkeypatch.setattr(running, "QuietLocalExecutor", executor)
+    monkeypatch.setattr(running, "stages", lambda plan: [SimpleNamespace(name="a", num_tasks=7, steps=[])])
+    running.run_plan(plan_of(tmp_path, num_tasks=1))
+    assert started == [2]
 
 
 def test_an_input_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:

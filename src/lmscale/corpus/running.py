@@ -20,6 +20,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from ..data.indexed_corpus import TOKENIZER
+from ..launcher import usable_cores
 from .cleaning import DropDocuments, EditText, join_story_lines, judge_language, judge_length, repair_text
 from .collecting import ScatterDocuments, check_ids, sort_shard
 from .deduplicating import compare_candidates, find_candidates, resolve_duplicates, shingle_candidates
@@ -148,7 +149,7 @@ def run_plan(plan: Plan) -> bool:
                     stage.steps, stage.num_tasks, workers, logging_dir=str(logs), mem_per_cpu_gb=launcher.memory_gb
                 )
             else:
-                workers = min(launcher.workers or os.cpu_count() or 1, stage.num_tasks)
+                workers = min(launcher.workers or usable_cores(), stage.num_tasks)
                 executor = QuietLocalExecutor(stage.steps, stage.num_tasks, workers, logging_dir=str(logs))
             # The tasks already use all cores, so threads inside them would only compete.
             os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers == 1 else "false"
