@@ -227,6 +227,10 @@ MISTAKES = {
     "no checkpoint": ([], "`ckpt` must be given"),
     "a checkpoint that is not there": (["ckpt=nowhere", "prompt=a"], "`ckpt` must be a checkpoint, a run folder or"),
     "BERT's tokenizer": (["ckpt=x", "prompt=a", "tokenizer=bert"], "`tokenizer.kind` must be gpt2 or null, but is"),
+    "a name beside its own tokenizer": (
+        ["ckpt=x", "prompt=a", "+tokenizer.name=gpt2"],
+        "`tokenizer.name` must be left out without tokenizer=gpt2, but is 'gpt2'",
+    ),
     "prompt and file": (["ckpt=${published}", "prompt=a", "file=b"], "`prompt` must be given, or `file`, or"),
     "no prompt": (
         ["ckpt=${published}"],

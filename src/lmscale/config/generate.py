@@ -60,11 +60,18 @@ class GenerateTokenizer(Checked):
         path: a tokenizer.json, or a folder with it, with encoder.json and vocab.bpe, or with vocab.json and merges.txt;
             without `kind` it implies `tokenizer=gpt2`.
         name: on the Hugging Face hub, if `tokenizer=gpt2` is chosen without a path.
+
+    Raises:
+        ValueError: a name without `kind`.
     """
 
     kind: Literal["gpt2"] | None = None
     path: PathText | None = None
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, "name", "left out without tokenizer=gpt2", self.name is None or self.kind is not None)
 
     def words(self) -> list[str]:
         """The words that choose it on the command line of `src/generate.py`, which takes a path literally."""
