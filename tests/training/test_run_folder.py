@@ -19,6 +19,7 @@ from runs import run_jobs, tiny_run, train_here
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.cli import next_command
 from lmscale.config import Layout
+from lmscale.shared_files import lock
 from lmscale.training import agreement, announcement
 from lmscale.training.announcement import describe_bounded_validation, describe_options, warn_of_cost
 from lmscale.training.metrics_file import MetricsFile
@@ -222,6 +223,14 @@ def test_a_requeued_job_waits_for_the_lock_of_a_crashed_host(tmp_path, monkeypat
     finally:
         holder.kill()
         holder.communicate()
+
+
+def test_a_job_that_waited_while_a_refused_one_removed_the_lock_locks_a_new_one(tmp_path, monkeypatch) -> None:
+    held, mine = RunLock(), RunLock()
+    held.take(tmp_path / "run")
+    monkeypatch.setattr(run_lock, "lock", lambda *args: (held.release(), lock(*args))[1])
+    mine.take(tmp_path / "run")
+    assert (tmp_path / "run" / run_lock.LOCK).read_text() == f"{os.getpid()} on {os.uname().nodename}"
 
 
 @pytest.mark.parametrize("is_gone", [False, True])

@@ -27,9 +27,13 @@ class RunLock:
             ValueError: it cannot be used, or another process holds its lock.
         """
         with run_folder_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            file = open(folder / LOCK, "a+", encoding="utf-8")
-            _lock_or_refuse(folder, file)
+            while True:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = open(folder / LOCK, "a+", encoding="utf-8")
+                _lock_or_refuse(folder, file)
+                if os.fstat(file.fileno()).st_nlink:
+                    break
+                file.close()  # `release` of the job that had it has removed it, so another could lock a new one
             file.truncate(0)
             file.write(f"{os.getpid()} on {os.uname().nodename}")
             file.flush()
