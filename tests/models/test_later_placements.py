@@ -246,7 +246,7 @@ def test_the_planner_counts_the_real_parameters(name: str, tp_size: int) -> None
     assert replicated_parameters(config, Layout(tp_size=2, dp_size=1, sequence_parallel=True)) == [replicated]
 
 
-@pytest.mark.parametrize("family, name", zip(("gpt", "bert") * len(LATER), LATER, strict=False))
+@pytest.mark.parametrize("family, name", list(zip(("gpt", "bert") * len(LATER), LATER, strict=False)))
 def test_hugging_face_has_none_of_them(family: str, name: str) -> None:
     message = f"`norm_order` of a {family.upper()} must be .* for Hugging Face, but is {name}"
     with pytest.raises(ValueError, match=message):
