@@ -79,11 +79,12 @@ def test_progress_reports_keep_the_watchdog_from_firing(monkeypatch) -> None:
 def test_a_process_that_was_stopped_goes_on(tmp_path) -> None:
     """Its child process stops it."""
     code = (
-        "import os, signal, time; read, write = os.pipe()\n"
+        "import os, signal, time, warnings; read, write = os.pipe()\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"  # from Python 3.12 of a fork beside torch's threads
+        "from lmscale.training.runtime.watchdog import Watchdog\n"
         "if os.fork() == 0:\n"
         "    os.read(read, 1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(3)\n"
         "    os.kill(os.getppid(), signal.SIGCONT); os._exit(0)\n"
-        "from lmscale.training.runtime.watchdog import Watchdog\n"  # after the fork: it imports torch and its threads
         "begin = time.monotonic(); w = Watchdog(0, 2.0); w.start(); os.write(write, b'x')\n"
         "for _ in range(100): time.sleep(0.01)\n"
         "print(time.monotonic() - begin > 3)"
