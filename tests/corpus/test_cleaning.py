@@ -88,7 +88,8 @@ def test_any_text_is_repaired_as_by_ftfy(text) -> None:
 
 def test_lines_above_ftfys_maximum_length_are_split_as_by_ftfy() -> None:
     limit = cleaning.REPAIR.max_decode_length
-    for text in ("x" * (limit - 1) + "Ã©" + "<&lt;’" * 3, "“" * (limit + 5) + "\n&lt;", "5" * limit + "Ã  la"):
+    mixed, entity = "x" * (limit - 1) + "Ã©" + "<&lt;’" * 3, "&lt;" + "x" * limit + "<&lt;"
+    for text in (mixed, entity, "“" * (limit + 5) + "\n&lt;", "5" * limit + "Ã  la"):
         assert repair_text(text) == ftfy.fix_text(text)
 
 

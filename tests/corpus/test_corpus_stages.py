@@ -209,6 +209,21 @@ def test_an_input_that_was_edited_since_the_first_attempt_is_another(tmp_path) -
         make_plan(config)
 
 
+def test_an_evaluation_set_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    files, sets = (
+        {"local": source(tmp_path / "a.txt")},
+        {"quiz": EvaluationSetConfig("records", str(tmp_path / "q.txt"))},
+    )
+    (tmp_path / "q.txt").write_text("a question of the test set\n")
+    config = plan_of(tmp_path / "out" / ".work", files, evaluation_sets=sets).config
+    make_plan(config)
+    make_plan(config)
+    (tmp_path / "q.txt").write_text("a question of the TEST set\n")
+    with pytest.raises(ValueError, match="was started with other evaluation texts"):
+        make_plan(config)
+
+
 def test_another_policy_continues_a_preparation_that_refused_but_refuse_continues_no_other(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
 

@@ -1,5 +1,6 @@
 """BERT's samples: statistics of the masks, and that every choice is a pure function of (seed, epoch, index)."""
 
+import dataclasses
 import pickle
 
 import numpy as np
@@ -169,6 +170,13 @@ def test_spans_never_overlap_and_never_cut_a_word() -> None:
 def test_a_piece_whose_word_was_truncated_is_masked_like_a_word(dataset) -> None:
     labels = dataset._mask(np.array([2, 4500, 3, 3]), 1, 509, np.random.default_rng(0))
     assert labels.tolist() == [-100, 4500, -100, -100]
+
+
+def test_parts_that_differ_in_one_end_share_no_index(corpus, dataset) -> None:
+    (whole,) = corpus.parts["train"]
+    for bounds in ({"last": 2000}, {"first": 2000}):
+        part = BERTDataset(corpus, "train", dataclasses.replace(whole, **bounds), dataset.config, 1234)
+        assert 0 < len(part) < len(dataset)
 
 
 def test_a_dataset_is_pickled_as_paths(dataset) -> None:

@@ -76,6 +76,8 @@ def test_every_item_is_scored_once_over_the_ranks(sets, dp_size, num_sequences) 
     for name, features in sets.items():
         items = np.concatenate([batch["items"] for batch in batches if batch["set"] == name])
         assert sorted(items.tolist()) == list(range(len(features)))
+        largest = max(num_sequences, features.num_choices)  # an item is not divided
+        assert all(len(batch["tokens"]) <= largest for batch in batches if batch["set"] == name)
 
 
 @pytest.mark.parametrize("name", ["qqp", "race", "squad_v1"])

@@ -68,6 +68,11 @@ def test_stages_of_other_sizes_are_distinct() -> None:
     assert {sizes[stage] for stage in distinct_stages(config, Layout(pp_size=6))[1:-1]} == {*sizes[1:-1]} == {1, 2}
 
 
+@pytest.mark.parametrize(("family", "sizes"), [("gpt", [4, 5, 3]), ("bert", [4, 4, 4])])
+def test_the_head_weighs_by_the_share_of_positions_that_are_scored(family: str, sizes: list[int]) -> None:
+    assert [len(layers) for layers in sized(family, 12, 64, 4, 1000, 48).stages(3)] == sizes
+
+
 def test_idle_time_is_that_of_the_other_stages_micro_batches() -> None:
     job = dataclasses.replace(training(paper_model("gpt_8.3b"), 1), global_batch_size=64)
     passes = "forward", "recomputation", "backward"
