@@ -71,6 +71,11 @@ def test_a_bert_without_heads_needs_the_key_that_initializes_them(tmp_path) -> N
     assert done.stderr.endswith("initialize_missing_heads=true begins them anew, untrained\n")
     assert convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path).returncode == 0
     assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
+    assert not convert(
+        "source=plain", "target=other", "initialize_missing_heads=true", "seed=7", cwd=tmp_path
+    ).returncode
+    drawn = (CheckpointReader(tmp_path / n / "step_0.ckpt").read("model/order_head.weight") for n in ("ours", "other"))
+    assert not torch.equal(*drawn)
 
 
 def test_a_failed_write_gives_one_line_and_leaves_no_files(published, tmp_path) -> None:

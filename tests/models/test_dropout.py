@@ -197,6 +197,14 @@ def embedded(config) -> torch.Tensor:
     )
 
 
+def test_it_needs_no_other_dropout() -> None:
+    config = small_config("gpt", embedding_dropout=0.4)
+    model, batch = random_model(config, ParallelContext()), random_batch(config)
+    torch.manual_seed(1)
+    losses = {model(batch["tokens"], batch["labels"]).item() for _ in range(2)}
+    assert len(losses) == 2
+
+
 def test_it_follows_hidden_dropout_unless_set() -> None:
     def zeros(**dropout):
         return (embedded(small_config("gpt", **dropout)) == 0).double().mean().item()

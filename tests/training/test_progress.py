@@ -1,8 +1,10 @@
 """The line of progress: it fits the terminal, counts right after a resume, and is a log line without a terminal."""
 
 import io
+import itertools
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +61,17 @@ def test_without_a_terminal_the_first_logged_step_has_a_line_and_no_line_is_cut(
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == [f"step {log_every}/2000", "step 100/2000"]
     assert [line[-1] for line in lines] == ["scale 4.29e+09"] * 2 and all(line[5].endswith(" left") for line in lines)
+
+
+def test_the_time_that_is_left_is_that_of_the_steps_since_this_start(monkeypatch, capsys) -> None:
+    now = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: 60.0 * next(now))
+    trainer, module = SimpleNamespace(is_global_zero=True, max_steps=103), SimpleNamespace(completed_steps=100)
+    progress = ProgressLine(report())
+    progress.on_train_start(trainer, module)
+    module.completed_steps = 101
+    progress.on_train_batch_end(trainer, module)
+    assert "  2:00 left" in capsys.readouterr().out
 
 
 class Terminal(io.StringIO):
