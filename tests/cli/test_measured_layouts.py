@@ -94,6 +94,12 @@ def test_the_four_layouts_of_two_cores_are_ranked_by_their_time_beside_the_model
     assert "   failed: parallel.tp_size=2 parallel.dp_size=1 trainer.num_threads=1: two is too many" in table
 
 
+def test_a_layout_of_fewer_devices_has_no_more_threads(tmp_path, two_cores, monkeypatch) -> None:
+    monkeypatch.setattr(measuring, "time_training", lambda *_: {"step_time_s": 1.0, "memory_bytes": 1})
+    written = measuring.measure_layouts(question(tmp_path / "layouts.json", "num_devices=1"), [])
+    assert [(measuring.label(layout), layout["threads"]) for layout in written["layouts"]] == [("tp1_dp1", 1)]
+
+
 def test_the_answer_ends_with_the_command_to_train_with_or_is_json(record, monkeypatch, capsys) -> None:
     written, words = json.loads(record.read_text()), []
     monkeypatch.setattr(next_command, "_config_dir", list)
