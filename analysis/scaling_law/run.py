@@ -11,7 +11,6 @@ import argparse
 import itertools
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,17 +135,13 @@ def main() -> int:
     groups = read_groups()
     if unknown := set(options.groups or ()) - {group["name"] for group in groups}:
         parser.error(f"--groups must be of cells.yaml, but {min(unknown)} is not")
-    try:
-        for group in (g for g in groups if not options.groups or g["name"] in options.groups):
-            if options.list:
-                known = read_lines(options.records)
-                for name in names_of(group["keys"]):
-                    print(f"{group['name']:<12}{name:<60}{'done' if name in known else 'not run'}")
-            else:
-                run_group(group, options.overrides, options.outputs.resolve(), options.records)
-    except subprocess.CalledProcessError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for group in (g for g in groups if not options.groups or g["name"] in options.groups):
+        if options.list:
+            known = read_lines(options.records)
+            for name in names_of(group["keys"]):
+                print(f"{group['name']:<12}{name:<60}{'done' if name in known else 'not run'}")
+        else:
+            run_group(group, options.overrides, options.outputs.resolve(), options.records)
     if not options.list:
         print(f"records: {options.records}; python analysis/scaling_law/decide.py {options.records} evaluates them")
     return 0

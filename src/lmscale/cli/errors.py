@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import shlex
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -54,11 +55,15 @@ def exit_with(error: Exception, job: str = "") -> NoReturn:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Decorate the main function of a script without Hydra; its ValueErrors and OSErrors end it by `exit_with`."""
+    """Decorate the main function of a script without Hydra; the user's errors, and those of a script that it ran, end
+    it by `exit_with`.
+    """
     try:
         yield
     except ValueError as error:
         exit_with(error)
+    except subprocess.CalledProcessError as error:
+        exit_with(ValueError(error))
     except OSError as error:
         exit_with(ValueError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"))
 
