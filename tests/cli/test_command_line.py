@@ -207,13 +207,19 @@ def test_a_bare_plan_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "buffers"),
-    [(("--help",), ""), (("--cfg", "job"), "1"), (("num_devices=8", "parallel.tp_size=8"), "")],
-    ids=["help", "cfg", "plan"],
+    ("words", "buffers"),
+    [
+        (("src/plan.py", "--help"), ""),
+        (("src/plan.py", "--cfg", "job"), "1"),
+        (("src/plan.py", "num_devices=8", "parallel.tp_size=8"), ""),
+        (("analysis/scaling_law/run.py", "--list"), ""),
+    ],
+    ids=["help", "cfg", "plan", "study"],
 )
-def test_a_reader_that_closes_the_output_ends_the_command_quietly(arguments, buffers) -> None:
+def test_a_reader_that_closes_the_output_ends_the_command_quietly(words, buffers) -> None:
     process = subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "src" / "plan.py"), *arguments],
+        [sys.executable, *words],
+        cwd=REPOSITORY,
         env=environment(PYTHONUNBUFFERED=buffers),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -3,14 +3,16 @@
 import difflib
 import os
 import re
+import select
 import shlex
+import signal
 import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
@@ -60,12 +62,30 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
+        sys.stdout.flush()
     except ValueError as error:
         exit_with(error)
     except subprocess.CalledProcessError as error:
         exit_with(ValueError(error))
+    except BrokenPipeError:
+        end_without_reader()
     except OSError as error:
         exit_with(ValueError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"))
+
+
+def end_without_reader() -> NoReturn:
+    """In the handler of a BrokenPipeError: end quietly if what reads the output, such as `head`, has closed it."""
+    if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr)):
+        raise  # it was another pipe, such as that to a process of ours
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+    sys.exit(128 + signal.SIGPIPE)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Whether what an output goes to has been closed."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are always reported
+    return bool(poll.poll(0))
 
 
 def _one_line(error: Exception) -> str:

@@ -7,7 +7,6 @@ reads the output has closed it (SIGPIPE); those of training are in `training/run
 import atexit
 import logging
 import os
-import select
 import shutil
 import signal
 import sys
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -28,7 +27,7 @@ from ..launcher import is_first_rank
 from . import ctrl_c
 from . import literal as literal_values
 from .conf_files import CONF, entry_point
-from .errors import USER_ERROR, WANTS_TRACEBACK, exit_with
+from .errors import USER_ERROR, WANTS_TRACEBACK, end_without_reader, exit_with
 from .help import help_text
 
 _task_is_running = False
@@ -71,7 +70,7 @@ def run_hydra_main(
         print("stopped by SIGINT", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-        _end_without_reader()
+        end_without_reader()
     # Before the task runs, Hydra raises errors of every kind: assertions, TypeErrors, OSErrors for its folder.
     except Exception as error:
         if WANTS_TRACEBACK or _task_is_running:
@@ -116,7 +115,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         sys.stdout.flush()
         _task_is_running = False
     except BrokenPipeError:
-        _end_without_reader()
+        end_without_reader()
     except (ValueError, OmegaConfBaseException) as error:
         if WANTS_TRACEBACK:
             raise
@@ -180,21 +179,6 @@ def _open_closed_streams() -> None:
             stream = open(os.devnull, mode, encoding="utf-8")  # it takes the descriptor that is closed
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-
-
-def _end_without_reader() -> NoReturn:
-    """In the handler of a BrokenPipeError: end quietly if what reads the output, such as `head`, has closed it."""
-    if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr)):
-        raise  # it was another pipe, such as that to a process of ours
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
-    sys.exit(128 + signal.SIGPIPE)
-
-
-def _has_no_reader(stream: TextIO) -> bool:
-    """Whether what an output goes to has been closed."""
-    poll = select.poll()
-    poll.register(stream.fileno(), 0)  # errors are always reported
-    return bool(poll.poll(0))
 
 
 def _remove_if_empty(folder: Path) -> None:
