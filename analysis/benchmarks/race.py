@@ -56,21 +56,23 @@ def race(bench: BenchConfig) -> dict:
     losses: dict[str, list[float]] = {name: [] for name in names}
     memory: dict[str, float | None] = {}
     racers: dict[str, Racer] = {}
+    attentions: dict[str, str] = {}
     try:
         for name in names:
             started = time.perf_counter()
             racers[name] = Racer(name, bench)
-            racers[name].run(bench.warm_up_steps)
+            *_, attention = racers[name].run(bench.warm_up_steps)
+            attentions |= {name: attention} if attention else {}
             print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         for _ in range(bench.rounds):
             for name, racer in racers.items():
-                taken, found, memory[name] = racer.run(bench.steps_per_round)
+                taken, found, memory[name], _ = racer.run(bench.steps_per_round)
                 times[name].append(taken)
                 losses[name] += found
     finally:
         for racer in racers.values():
             racer.close()
-    record = _record(bench, device, times, losses, memory)
+    record = _record(bench, device, times, losses, memory, attentions)
     ours, bound = statistics.mean(losses["ours"]), bench.max_loss_difference
     for name, found in losses.items():
         difference = abs(statistics.mean(found) / ours - 1)
@@ -120,8 +122,9 @@ class Racer:
         self.process.start()
         theirs.close()
 
-    def run(self, num_steps: int) -> tuple[list[float], list[float], float | None]:
-        """Seconds and loss of each of the next steps, and the peak memory of a GPU in GiB so far."""
+    def run(self, num_steps: int) -> tuple[list[float], list[float], float | None, str | None]:
+        """Seconds and loss of each of the next steps, the peak memory of a GPU in GiB so far, and the attention that
+        `auto` chose."""
         try:
             self.pipe.send(num_steps)
             found = self.pipe.recv()
@@ -158,7 +161,7 @@ def _serve(name: str, bench: BenchConfig, pipe: Connection) -> None:
                 losses.append(float(loss))
             num_done += len(times)
             peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
-            pipe.send((times, losses, peak))
+            pipe.send((times, losses, peak, contender.attention))
     except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         return  # the other process has closed the pipe, is gone or gets the Ctrl-C too
     except ValueError as error:  # of the user
@@ -198,6 +201,7 @@ def _record(
     times: dict[str, list[list[float]]],
     losses: dict[str, list[float]],
     memory: dict[str, float | None],
+    attentions: dict[str, str],
 ) -> dict:
     config = bench.transformer_config()
     name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
@@ -233,4 +237,5 @@ def _record(
             }
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": torch.get_num_threads()}
     name = f"bench_{bench.model.get('name', config.family)}"
-    return new_record(name, "run", bench.to_dict(), bench.seed, metrics, device=name_of_device, layout=layout)
+    record = new_record(name, "run", bench.to_dict(), bench.seed, metrics, device=name_of_device, layout=layout)
+    return record | {"attention": attentions}

@@ -23,6 +23,8 @@ MAX_NORM = 1.0
 class Contender(ABC):
     """A training loop that runs one step per call."""
 
+    attention: str | None = None  # of ours: `model.attention`, with what `auto` became
+
     @abstractmethod
     def step(self, batch: Batch, number: int) -> float | Tensor:
         """Train on a batch; returns its mean loss before the update (BERT: masked words plus sentence order)."""

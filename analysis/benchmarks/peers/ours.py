@@ -31,7 +31,7 @@ class Ours(Contender):
             set_allocator(bench.cuda_graphs)
             keep_partial_sums_in_fp32()
         config = resolve_attention(bench, device, dtype)
-        self.bench, context = bench, ParallelContext()
+        self.bench, self.attention, context = bench, config.attention, ParallelContext()
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
         self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
         optimizer = OptimizerConfig(lr=bench.lr, max_grad_norm=MAX_NORM)
