@@ -47,7 +47,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "text": ("texts on disk: which files are read, their formats, documents", set(), FRAMEWORKS),
     "data": ("token files to samples", {"config", "text", "shared_files"}, {"hydra", "omegaconf"}),
-    "corpus": ("raw text to token files", {"config", "data", "shared_files", "text"}, FRAMEWORKS),
+    "corpus": ("raw text to token files", {"config", "data", "launcher", "shared_files", "text"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
         {"config", "parallel", "models", "text", "data", "checkpoint", "results", "paper", "launcher", "threads"},
