@@ -178,7 +178,7 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
         ("name: mine\nsizes: [1\n", "model/mine.yaml must be YAML, but line 3 is not: expected ',' or ']'"),
         (
             "name: caf\udce9",
-            "model/mine.yaml must be UTF-8 text, but: 'utf-8' codec can't decode byte 0xe9",
+            "model/mine.yaml must be a configuration file in UTF-8 that can be read, but: 'utf-8' codec can't decode",
         ),
         ("defaults: [base/gptt]", "`defaults` of model/mine.yaml must name files that exist, but model/base/gptt.yaml"),
     ],
@@ -188,6 +188,14 @@ def test_a_file_of_one_s_own_is_named_where_it_is_wrong(tmp_path, text, message)
     (tmp_path / "model/mine.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     done = refuse(TRAIN, "--config-dir", str(tmp_path), "model=mine")
     assert done.returncode == 2 and message in only_line(done.stderr)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="root can read any file but this")
+def test_a_file_of_one_s_own_that_cannot_be_read_is_named_and_not_the_run_folder(tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").symlink_to("/proc/self/mem")
+    done = refuse(TRAIN, "--config-dir", str(tmp_path), "model=mine")
+    assert done.returncode == 2 and only_line(done.stderr).endswith("can be read, but: Input/output error")
 
 
 def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path) -> None:

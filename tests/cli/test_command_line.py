@@ -229,3 +229,10 @@ def test_a_reader_that_closes_the_output_ends_the_command_quietly(words, buffers
     stderr = process.stderr.read()
     assert process.wait(60) == 141
     assert not stderr
+
+
+def test_a_script_whose_output_is_closed_ends_well() -> None:
+    words = [sys.executable, "analysis/scaling_law/run.py", "--list"]
+    closed = ["bash", "-c", 'exec "$0" "$@" >&-', *words]
+    done = subprocess.run(closed, cwd=REPOSITORY, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

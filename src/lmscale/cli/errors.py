@@ -62,8 +62,10 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing where stdout is closed
     except ValueError as error:
+        if WANTS_TRACEBACK:
+            raise
         exit_with(error)
     except subprocess.CalledProcessError as error:
         exit_with(ValueError(error))
@@ -74,15 +76,15 @@ def one_line_errors() -> Iterator[None]:
 
 
 def end_without_reader() -> NoReturn:
-    """In the handler of a BrokenPipeError: end quietly if what reads the output, such as `head`, has closed it."""
-    if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr)):
+    """In the handler of a BrokenPipeError: end quietly if the reader of the output, such as `head`, has gone."""
+    if not any(_has_no_reader(stream) for stream in (sys.stdout, sys.stderr) if stream is not None):
         raise  # it was another pipe, such as that to a process of ours
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
     sys.exit(128 + signal.SIGPIPE)
 
 
 def _has_no_reader(stream: TextIO) -> bool:
-    """Whether what an output goes to has been closed."""
+    """Whether the reader of a pipe has gone."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)  # errors are always reported
     return bool(poll.poll(0))
@@ -119,9 +121,11 @@ def _one_line(error: Exception) -> str:
         return f"`defaults` of {included[1]}.yaml must name files that exist, but {included[2]}.yaml does not; {there}"
     if isinstance(error, MarkedYAMLError):
         return f"{error.problem_mark.name} must be YAML, but line {error.problem_mark.line + 1} is not: {error.problem}"
-    if isinstance(error, UnicodeDecodeError):  # Hydra calls the file that it reads `f`
-        names = [getattr(frame.f_locals.get("f"), "name", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-        return f"{max(names, default='') or 'a file'} must be UTF-8 text, but: {error}"
+    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
+    read = [names["full_path"] for names in frames if "full_path" in names]  # as Hydra calls a configuration file
+    if read and isinstance(error, UnicodeDecodeError | OSError):
+        reason = getattr(error, "strerror", error)
+        return f"{read[-1]} must be a configuration file in UTF-8 that can be read, but: {reason}"
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
     if raised_here:
         return raised_here.group(1)
