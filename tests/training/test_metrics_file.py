@@ -92,6 +92,21 @@ def test_lines_that_a_full_disk_refused_follow_with_the_next(tmp_path, monkeypat
     assert lines.path.read_text().endswith('{"step": 5}\n') and capsys.readouterr().err == ""
 
 
+def test_a_line_that_a_full_disk_cut_is_not_followed_by_others(tmp_path, capsys) -> None:
+    lines = LinesFile(tmp_path / "scores.jsonl")
+    lines.append({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, hard))
+    try:
+        lines.append({"step": 2})
+        lines.finalize()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "its last lines (1) are not in it" in capsys.readouterr().err
+    LinesFile(lines.path).append({"step": 3})
+    assert lines.path.read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
 def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
     for stop in (6, 3):
         logger = MetricsFile(tmp_path / "metrics.csv")

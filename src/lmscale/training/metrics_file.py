@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,10 @@ class LinesFile:
             with open(self.path, "r+b") as file:
                 self.offset = file.seek(0, os.SEEK_END) if self.offset is None else file.seek(self.offset)
                 file.write(self.kept)
-                file.truncate()  # what a full disk took of them before
         except OSError as error:
+            if self.offset is not None:  # no half line for those who append later
+                with suppress(OSError):
+                    os.truncate(self.path, self.offset)
             return error
         self.kept, self.offset = b"", None
         return None
