@@ -85,6 +85,7 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         "loss_reduction": "a/b",
         "curve": tmp_path / "repo" / "curve.png",
         "weights": {"/scratch/somebody/a": 1, "/scratch/somebody/b": 2, "/disk/somebody/b": 3, "/x/b (2)": 4},
+        "parts": {"/scratch/a": 1, "/disk/a": 2, "own": 3},
         "several": [
             "data.path={/home/somebody/a: 1, /scratch/somebody/b:2}",
             "dev=[/scratch/somebody/a,'/x y/b']",
@@ -99,6 +100,7 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         "loss_reduction": "a/b",
         "curve": "curve.png",
         "weights": {".../a (1)": 1, ".../b (2)": 2, ".../b (3)": 3, ".../b (2) (4)": 4},
+        "parts": {".../a (1)": 1, ".../a (2)": 2, "own": 3},
         "several": ["data.path={~/a: 1, .../b:2}", "dev=[.../a,'.../b']"],
         "other": ["url=https://host/a", "prompt=and/or"],
     }

@@ -235,8 +235,9 @@ def _portable(value: Any) -> Any:
     """Make absolute paths relative to the working directory or `~`, or reduce them to `.../<last part>`."""
     if isinstance(value, dict):
         names = [_portable(str(key)) for key in value]
-        if len(set(names)) < len(names):  # all are numbered: one of them may end like a number
-            names = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+        numbered = [f"{name} ({number})" for number, name in enumerate(names, 1)]
+        once = [name if names.count(name) == 1 else own for name, own in zip(names, numbered, strict=True)]
+        names = once if len(set(once)) == len(names) else numbered  # a key may end like a number
         return dict(zip(names, map(_portable, value.values()), strict=True))
     if isinstance(value, (list, tuple)):
         return [_portable(item) for item in value]
