@@ -209,6 +209,15 @@ def test_an_input_that_was_edited_since_the_first_attempt_is_another(tmp_path) -
         make_plan(config)
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_plan_is_named(tmp_path, text: str) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    plan = make_plan(plan_of(tmp_path / "out" / ".work", {"local": source(tmp_path / "a.txt")}).config)
+    plan.path("plan.json").write_text(text)
+    with pytest.raises(ValueError, match="`output` must hold a preparation .*/plan.json is damaged"):
+        make_plan(plan.config)
+
+
 def test_an_evaluation_set_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     files, sets = (

@@ -48,7 +48,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     items = read_evaluation_sets(config.evaluation_sets)
     facts = _facts(config, inputs, tokenizer, items)
     saved = root / "plan.json"
-    before = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
+    before = _read_plan(saved) if saved.is_file() else {}
     _check_output(output, before.get("facts"), facts)
     check_first_documents(inputs, config.sources, config.max_bad_rows)
     size = sum(file.num_bytes for file in inputs)
@@ -67,6 +67,16 @@ def make_plan(config: PrepareConfig) -> Plan:
         save_json(plan.path(EVALUATION_TEXTS), items)
     save_json(plan.path("plan.json"), {"facts": facts, "num_shards": num_shards})
     return plan
+
+
+def _read_plan(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("facts"), dict) or "num_shards" not in found:
+        raise ValueError(f"`output` must hold a preparation that can be continued, but {path} is damaged")
+    return found
 
 
 def _facts(
