@@ -17,9 +17,9 @@ NAME = "finetune_ensemble"
 
 
 def refuse_run_folder(out: Path) -> None:
-    """Refuse a folder with the record of a run; an ensemble's own folder may be overwritten."""
-    if read_about(out).get("name", NAME) != NAME:
-        raise ValueError(f"`--out` must be a folder without the record of a run, but {out} has one")
+    """Refuse a run folder; an ensemble's own folder may be overwritten."""
+    if read_about(out).get("name", NAME) != NAME or any((out / name).exists() for name in ("config.json", ".lock")):
+        raise ValueError(f"`--out` must be a folder without a run, but {out} has one")
 
 
 def read_about(run: Path) -> dict:

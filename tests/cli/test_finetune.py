@@ -89,7 +89,7 @@ def test_five_seeds_have_a_median_and_make_an_ensemble(places) -> None:
 
     # An ensemble folder may be overwritten, a run folder may not.
     refused = run_script("ensemble.py", *runs, "--out", runs[0])
-    assert refused.returncode == 2 and "`--out` must be a folder without the record of a run" in refused.stderr
+    assert refused.returncode == 2 and "`--out` must be a folder without a run" in refused.stderr
     (folder / "odd/record.json").mkdir(parents=True)
     refused = run_script("ensemble.py", *runs, "--out", str(folder / "odd"))
     assert refused.returncode == 2 and "odd/record.json must be a record, but fails with" in refused.stderr

@@ -242,3 +242,12 @@ def test_other_records_are_ignored_and_broken_ones_named(tmp_path) -> None:
 def test_records_of_real_runs_are_one_setting(members) -> None:
     (setting,) = read_settings(members["race"][0].parent)
     assert len(setting.scores) == 2 and setting.differing == {}
+
+
+@pytest.mark.parametrize("name", ["config.json", ".lock"])
+def test_a_run_folder_is_no_place_for_an_ensemble(repository, tmp_path, name: str) -> None:
+    refuse_run_folder = runpy.run_path(str(repository / "finetune" / "ensemble.py"))["refuse_run_folder"]
+    refuse_run_folder(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match="`--out` must be a folder without a run, but"):
+        refuse_run_folder(tmp_path)
