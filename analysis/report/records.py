@@ -51,7 +51,8 @@ def read_lines(path: Path) -> dict[str, dict]:
     """
     found, shared = {}, {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
-        row = _parse(line, f"line {number} of {path}")
+        if not isinstance(row := _parse(line, f"line {number} of {path}"), dict):
+            raise ValueError(f"a record must be a JSON object, but line {number} of {path} is {line[:50]}")
         shared = row.get("shared", shared)
         if "record" in row:
             name = row.pop("record")
