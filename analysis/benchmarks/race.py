@@ -62,7 +62,8 @@ def race(bench: BenchConfig) -> dict:
             started = time.perf_counter()
             racers[name] = Racer(name, bench)
             *_, attention = racers[name].run(bench.warm_up_steps)
-            attentions |= {name: attention} if attention else {}
+            if attention is not None:
+                attentions[name] = attention
             print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         for _ in range(bench.rounds):
             for name, racer in racers.items():
@@ -123,8 +124,7 @@ class Racer:
         theirs.close()
 
     def run(self, num_steps: int) -> tuple[list[float], list[float], float | None, str | None]:
-        """Seconds and loss of each of the next steps, the peak memory of a GPU in GiB so far, and the attention that
-        `auto` chose."""
+        """Seconds and loss of each of the next steps, peak memory of a GPU in GiB so far, and `Contender.attention`."""
         try:
             self.pipe.send(num_steps)
             found = self.pipe.recv()

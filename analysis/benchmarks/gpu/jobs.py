@@ -3,7 +3,7 @@
     python analysis/benchmarks/gpu/jobs.py --folder outputs/jobs --record FILE
 
 A tiny GPT and a tiny BERT train on the device with `checkpoint.async=true`. From their checkpoints each job runs on the
-device and on the CPU, in fp64 and without dropout. Exit code 1: a job differs; 2: one failed.
+device and on the CPU, in fp64 and without dropout. Exit code 1: the results of a job differ; 2: a job failed.
 """
 
 import argparse

@@ -23,7 +23,7 @@ MAX_NORM = 1.0
 class Contender(ABC):
     """A training loop that runs one step per call."""
 
-    attention: str | None = None  # of ours: `model.attention`, with what `auto` became
+    attention: str | None = None  # ours: `model.attention`, or what `auto` selected
 
     @abstractmethod
     def step(self, batch: Batch, number: int) -> float | Tensor:

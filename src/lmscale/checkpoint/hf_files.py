@@ -78,8 +78,8 @@ class HuggingFaceReader(ExitStack):
         with ExitStack() as opened:
             for path, expected in self._list_files().items():
                 try:
-                    kind = TensorFileReader if path.suffix == ".safetensors" else PickleFile
-                    file = opened.enter_context(kind(path))
+                    reader = TensorFileReader if path.suffix == ".safetensors" else PickleFile
+                    file = opened.enter_context(reader(path))
                 except CheckpointError as error:
                     raise CheckpointError(f"`{key}` must have weights that can be read, but {error}") from None
                 self.files.append(file)

@@ -110,7 +110,7 @@ def _check_output(output: Path, before: dict | None, facts: dict) -> None:
 
 
 def _difference(before: dict, now: dict, prefix: str = "") -> str | None:
-    """Describe the first key in which two nested dictionaries differ, with both values; None if the same work is meant.
+    """The first key in which two descriptions of work differ, with both values; None if they mean the same.
 
     Work that passed a policy of `refuse` would have passed any, so that a refused preparation continues with another.
     """

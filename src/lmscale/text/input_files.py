@@ -75,7 +75,7 @@ def list_files(path: Path, key: str) -> InputFiles:
         ValueError: there is none, one is a link without target, a pipe or a device (reading would block), or a
             folder cannot be listed.
     """
-    if os.path.isfile(path):  # False where a folder above cannot be searched; the walk then says so
+    if os.path.isfile(path):  # Path.is_file raises where a folder above cannot be searched; os.walk names it
         if not format_of(path.name):
             raise ValueError(f"`{key}` must end in {READABLE}, but is {path}; {advice_on(path.name)}")
         return InputFiles(path.parent, [path])

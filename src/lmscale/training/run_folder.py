@@ -103,7 +103,7 @@ def report_failure(session: RankSession, step: int, report: StepReport) -> None:
                 f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
             )
         write = partial(path.write_text, json.dumps(reports, indent=1), encoding="utf-8")
-        session.strategy.agree(write, first_rank_only=True)  # a full disk ends all ranks alike
+        session.strategy.agree(write, first_rank_only=True)  # all ranks must learn of a full disk
     if session.ending.exit_code == INTERRUPTED and session.is_first:
         received, where = session.interruption.received, session.folder / CHECKPOINTS
         name = received.name if received else "a signal to another rank"
