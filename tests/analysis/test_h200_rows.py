@@ -182,7 +182,9 @@ def test_what_the_script_writes_is_compared(tmp_path, monkeypatch) -> None:
     values = composed("bench", "model=gpt_1.2b", "precision=bf16", "peers=[]", "peak_tflops_per_s=790")
     bench = BenchConfig.from_dict(values)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    raced = race._record(bench, torch.device("cuda"), {"ours": [[0.5]]}, {"ours": [4.0]}, {"ours": 60.0})
+    raced = race._record(
+        bench, torch.device("cuda"), {"ours": [[0.5]]}, {"ours": [4.0]}, {"ours": 60.0}, {"ours": "flash"}
+    )
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         torch.ones(3).sum()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
