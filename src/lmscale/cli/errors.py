@@ -57,22 +57,21 @@ def exit_with(error: Exception, job: str = "") -> NoReturn:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Decorate the main function of a script without Hydra; the user's errors, and those of a script that it ran, end
-    it by `exit_with`.
+    """Decorate the main function of a script without Hydra: the user's errors, and the failure of a script that it
+    ran, end it by `exit_with`.
     """
     try:
         yield
         print(end="", flush=True)  # nothing where stdout is closed
-    except ValueError as error:
-        if WANTS_TRACEBACK:
-            raise
-        exit_with(error)
-    except subprocess.CalledProcessError as error:
-        exit_with(ValueError(error))
     except BrokenPipeError:
         end_without_reader()
-    except OSError as error:
-        exit_with(ValueError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"))
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        if WANTS_TRACEBACK:
+            raise
+        text = str(error)
+        if isinstance(error, OSError):
+            text = f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
+        exit_with(error if isinstance(error, ValueError) else ValueError(text))
 
 
 def end_without_reader() -> NoReturn:
