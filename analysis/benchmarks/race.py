@@ -55,25 +55,23 @@ def race(bench: BenchConfig) -> dict:
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     memory: dict[str, float | None] = {}
+    attention: dict[str, str | None] = {}
     racers: dict[str, Racer] = {}
-    attentions: dict[str, str] = {}
     try:
         for name in names:
             started = time.perf_counter()
             racers[name] = Racer(name, bench)
-            *_, attention = racers[name].run(bench.warm_up_steps)
-            if attention is not None:
-                attentions[name] = attention
+            racers[name].run(bench.warm_up_steps)
             print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
         for _ in range(bench.rounds):
             for name, racer in racers.items():
-                taken, found, memory[name], _ = racer.run(bench.steps_per_round)
+                taken, found, memory[name], attention[name] = racer.run(bench.steps_per_round)
                 times[name].append(taken)
                 losses[name] += found
     finally:
         for racer in racers.values():
             racer.close()
-    record = _record(bench, device, times, losses, memory, attentions)
+    record = _record(bench, device, times, losses, memory, attention)
     ours, bound = statistics.mean(losses["ours"]), bench.max_loss_difference
     for name, found in losses.items():
         difference = abs(statistics.mean(found) / ours - 1)
@@ -201,7 +199,7 @@ def _record(
     times: dict[str, list[list[float]]],
     losses: dict[str, list[float]],
     memory: dict[str, float | None],
-    attentions: dict[str, str],
+    attention: dict[str, str | None],
 ) -> dict:
     config = bench.transformer_config()
     name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
@@ -238,4 +236,4 @@ def _record(
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": torch.get_num_threads()}
     name = f"bench_{bench.model.get('name', config.family)}"
     record = new_record(name, "run", bench.to_dict(), bench.seed, metrics, device=name_of_device, layout=layout)
-    return record | {"attention": attentions}
+    return record | {"attention": attention}

@@ -249,7 +249,7 @@ def test_the_script_writes_a_record(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert record["metrics"]["hf_eager/ratio"]["unit"] == "their time / ours" and record["kind"] == "run"
-    assert (record["config"]["model"]["attention"], record["attention"]) == ("auto", {"ours": "sdpa"})
+    assert (record["config"]["model"]["attention"], record["attention"]) == ("auto", {"ours": "sdpa", "hf_eager": None})
 
 
 def test_if_losses_differ_the_script_prints_the_times_and_writes_no_record(tmp_path) -> None:
