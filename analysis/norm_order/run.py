@@ -217,11 +217,11 @@ def main() -> int:
         if options.list:
             print(*(f"{name:<44}{'done' if name in recorded else 'not run'}" for name in cells), sep="\n")
             return 0
+        if unknown := set(options.only or ()) - (cells.keys() & recorded.keys()):
+            raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
         outputs.mkdir(parents=True, exist_ok=True)
-        record_path(path)
+        record_path(path)  # makes its folder
         if options.only:
-            if unknown := set(options.only) - (cells.keys() & recorded.keys()):
-                raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
             return int(repeat([cells[name] for name in options.only], more, recorded, outputs) > 0)
         missing = [cell for name, cell in cells.items() if name not in recorded]
         run_missing(missing, more, options.jobs, outputs, path)
