@@ -190,7 +190,7 @@ def test_a_file_of_one_s_own_is_named_where_it_is_wrong(tmp_path, text, message)
     assert done.returncode == 2 and message in only_line(done.stderr)
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="root can read any file but this")
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc: root can read every other file")
 def test_a_file_of_one_s_own_that_cannot_be_read_is_named_and_not_the_run_folder(tmp_path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine.yaml").symlink_to("/proc/self/mem")

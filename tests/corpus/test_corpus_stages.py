@@ -189,8 +189,7 @@ def test_there_is_one_worker_for_each_core_that_the_process_may_use(tmp_path, mo
     started = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    executor = lambda *words, **_: SimpleNamespace(run=lambda: started.append(words[2]))  # noqa: E731
-    monkeypatch.setattr(running, "QuietLocalExecutor", executor)
+    monkeypatch.setattr(QuietLocalExecutor, "run", lambda self: started.append(self.workers))
     monkeypatch.setattr(running, "stages", lambda plan: [SimpleNamespace(name="a", num_tasks=7, steps=[])])
     running.run_plan(plan_of(tmp_path, num_tasks=1))
     assert started == [2]
@@ -220,11 +219,9 @@ def test_a_damaged_plan_is_named(tmp_path, text: str) -> None:
 
 def test_an_evaluation_set_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
-    files, sets = (
-        {"local": source(tmp_path / "a.txt")},
-        {"quiz": EvaluationSetConfig("records", str(tmp_path / "q.txt"))},
-    )
     (tmp_path / "q.txt").write_text("a question of the test set\n")
+    files = {"local": source(tmp_path / "a.txt")}
+    sets = {"quiz": EvaluationSetConfig("records", str(tmp_path / "q.txt"))}
     config = plan_of(tmp_path / "out" / ".work", files, evaluation_sets=sets).config
     make_plan(config)
     make_plan(config)

@@ -23,7 +23,7 @@ from torch import Tensor
 from lmscale.parallel import ParallelContext, SharedMemoryChannel, open_channel, shared_memory
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
-TIMEOUT = timedelta(days=1, seconds=60)
+MINUTE = timedelta(minutes=1)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -47,8 +47,9 @@ def in_rank_order(tensors: list[Tensor]) -> Tensor:
 def _compare(rank: int) -> None:
     """Compare each collective with its definition over all ranks' inputs, and with gloo."""
     shared_memory.SLOT_BYTES = 4096
-    channel, size = open_channel(dist.group.WORLD, TIMEOUT), dist.get_world_size()
-    for peer in channel._peers.values():
+    channel, size = open_channel(dist.group.WORLD, MINUTE), dist.get_world_size()
+    patient = open_channel(dist.group.WORLD, MINUTE + timedelta(days=1))
+    for peer in patient._peers.values():
         assert struct.unpack("ll", peer.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)) == (86_460, 0)
     for dtype in DTYPES:
         for tensors in zip(*(random_tensors(other, dtype) for other in range(size)), strict=True):
@@ -166,9 +167,9 @@ def _open_apart(rank: int) -> None:
     gather = shared_memory._gather
     # As on another host, where the socket names do not exist.
     shared_memory._gather = lambda item, group: [f"{x} there" if isinstance(x, str) else x for x in gather(item, group)]
-    assert open_channel(dist.group.WORLD, TIMEOUT) is None
+    assert open_channel(dist.group.WORLD, MINUTE) is None
     shared_memory._gather = gather
-    assert open_channel(dist.group.WORLD, TIMEOUT) is not None
+    assert open_channel(dist.group.WORLD, MINUTE) is not None
 
 
 def test_memory_that_cannot_be_made_is_refused_on_all_ranks() -> None:
@@ -184,8 +185,8 @@ def _open_without_memory(rank: int) -> None:
             if rank == failing:
                 patched.setattr(module, name, refuse)
             with pytest.raises(shared_memory.SharedMemoryError, match=r"^`parallel.shared_memory` must .*too large"):
-                open_channel(dist.group.WORLD, TIMEOUT)
-    assert open_channel(dist.group.WORLD, TIMEOUT) is not None
+                open_channel(dist.group.WORLD, MINUTE)
+    assert open_channel(dist.group.WORLD, MINUTE) is not None
 
 
 @pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -193,7 +194,7 @@ def test_a_layer_is_compiled_without_a_graph_break(sequence_parallel: bool) -> N
     torch.compiler.reset()  # other tests have used up the limit of graphs per function
     # One of two ranks; the other contributes zeros without waiting.
     memory = torch.zeros(2, 2, shared_memory.SLOT_BYTES, dtype=torch.uint8)
-    channel = SharedMemoryChannel("alone", 0, {}, memory, TIMEOUT)
+    channel = SharedMemoryChannel("alone", 0, {}, memory, MINUTE)
     context = ParallelContext(tp_size=2, tp_communicator=channel, sequence_parallel=sequence_parallel)
     model = random_model(small_config("gpt", max_position_embeddings=12), context)
     layer, results = model.transformer.layers[0], []
