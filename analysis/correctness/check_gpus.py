@@ -14,8 +14,8 @@ launches in a row (on fewer than eight GPUs ten), of which each takes 30 to 90 s
 5. time and bus bandwidth of the collectives by message size, and their share of a training step.
 
 The report is printed, and written with all figures as `report.txt` and `record.json` into `outputs/check_gpus/<time>`,
-next to the logs. Exit code 0: every part passed; 1: one failed; 2: there are fewer than 2
-GPUs, or the folder cannot be made.
+next to the logs. Exit code 0: every part passed; 1: one failed; 2: there are fewer than 2 GPUs, or the folder cannot be
+made.
 """
 
 import argparse
