@@ -18,14 +18,16 @@ def convert(values: dict) -> None:
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
     from lmscale.checkpoint import read_metadata
+    from lmscale.checkpoint.hf_config import read_hf_config
     from lmscale.checkpoint.model_tensors import config_of
 
     print(f"wrote {written}")
     if config.format == "hugging_face":
-        print(f"load: {load_published(written)}")
-    else:
-        model = config_of(written, read_metadata(written))
-        print(f"use: {use_model(written, model.family, model.max_position_embeddings)}")
+        print(f"load: {load_published(written, read_hf_config(written / 'config.json')['architectures'][0])}")
+    elif "finetune" not in (metadata := read_metadata(written)).state:
+        model = config_of(written, metadata)
+        drawn = metadata.run.get("initialized", ())
+        print(f"use: {use_model(written, model.family, model.max_position_embeddings, drawn=drawn)}")
 
 
 def write(config: ConvertConfig) -> Path:
@@ -43,19 +45,23 @@ def write(config: ConvertConfig) -> Path:
     from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
     from lmscale.checkpoint.metadata import find_given
     from lmscale.checkpoint.reshard import reshard
+    from lmscale.finetune.publishing import read_head, read_published_head
 
     source, target, tokenizer = config.source, config.target, config.tokenizer_path
-    is_published = not (find_given("source", source) / METADATA).is_file()
+    found = find_given("source", source)
+    is_published = not (found / METADATA).is_file()
     if is_published and config.format == "hugging_face":
         raise ValueError(f"`source` must be a checkpoint of ours with format=hugging_face, but is {source}")
     if config.initialize_missing_heads and not is_published:
         raise ValueError("`initialize_missing_heads` must be false for a checkpoint of ours, but is true")
     layout = config.tp_size, config.vocab_multiple, tokenizer
     if is_published:
-        return import_hugging_face(source, target, *layout, config.initialize_missing_heads, config.seed)
+        drawn = config.initialize_missing_heads, config.seed
+        return import_hugging_face(source, target, *layout, *drawn, read_published_head(found))
     if config.format == "hugging_face":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
-        return export_hugging_face(source, target, dtype, round(config.max_file_gb * 1e9), tokenizer)
+        sizes = dtype, round(config.max_file_gb * 1e9)
+        return export_hugging_face(source, target, *sizes, tokenizer, read_head(found))
     return reshard(source, target, *layout)
 
 

@@ -39,6 +39,7 @@ from lmscale.checkpoint import reshard as reshard_module
 from lmscale.checkpoint.atomic_folder import atomic_folder
 from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.parallel import ParallelContext
+from lmscale.runtime.ranks import Ranks
 from lmscale.training.checkpoints.resuming import agree_on_checkpoint
 from lmscale.training.checkpoints.saving import Checkpointing
 from lmscale.training.metrics_file import MetricsFile
@@ -132,9 +133,7 @@ def save_scenario(num_ranks: int, background: bool, step: int = 3, seed: int = 0
     )
 
 
-STRATEGY = SimpleNamespace(
-    is_global_zero=True, global_rank=0, world_size=1, agree=lambda action: action(), broadcast=lambda item: item
-)
+STRATEGY = SimpleNamespace(is_global_zero=True, global_rank=0, world_size=1, ranks=Ranks())
 
 
 def prepare_resume(folder: Path) -> None:

@@ -325,6 +325,13 @@ def test_malicious_headers_raise(tmp_path, header) -> None:
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_type_that_is_not_known_is_named(tmp_path) -> None:
+    header = b'{"w": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}'
+    (tmp_path / "f").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match="must be one of F64, .*, but w is 'F8_E4M3'"):
+        TensorFileReader(tmp_path / "f")
+
+
 def test_metadata_nested_to_the_limit_of_recursion_raises(saved) -> None:
     for depth in range(950, 1000):
         (saved / "metadata.json").write_text('{"format_version": 2, "x": ' + "[" * depth + "]" * depth + "}")

@@ -19,6 +19,8 @@ from checkpoints import (
     save_theirs,
     their_weights,
 )
+from torch.nn import functional
+from transformers.activations import ACT2FN
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, hf_config, hf_conversion
 from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
@@ -33,7 +35,7 @@ from lmscale.config import TransformerConfig
         (GPT, "reorder_and_upcast_attn", True, "must be False, but is True"),
         (GPT, "add_cross_attention", True, "must be False, but is True"),
         (GPT, "tie_word_embeddings", False, "must be True, but is False"),
-        (GPT, "activation_function", "relu", "must be one of gelu_new, gelu_pytorch_tanh, gelu, but is 'relu'"),
+        (GPT, "activation_function", "relu", "must be one of gelu_new, gelu_fast, gelu_accurate, gelu_pytorch_tanh"),
         (GPT, "n_ctx", 5, "`n_ctx` of config.json"),
         (GPT, "n_embd", "wide", "config.json has a wrong value"),
         (GPT, "n_head", 5, "`hidden_size` must be a multiple of `num_attention_heads` (5)"),
@@ -42,8 +44,8 @@ from lmscale.config import TransformerConfig
         (GPT, "n_positions", 10**30, "sizes must be ones that torch can count"),
         (GPT, "model_type", "llama", "must be one of gpt2, bert, megatron-bert, but is 'llama'"),
         (GPT, "model_type", ["gpt2"], "must be one of gpt2, bert, megatron-bert, but is ['gpt2']"),
-        (GPT, "auto_map", {"AutoModel": "x.Y"}, "`auto_map` of config.json ({'AutoModel': 'x.Y'}) is not known here"),
-        (GPT, "quantization_config", {"bits": 4}, "`quantization_config` of config.json"),
+        (GPT, "auto_map", {"AutoModel": "x.Y"}, "has keys not known here: `auto_map` ({'AutoModel': 'x.Y'}); "),
+        (GPT, "quantization_config", {"bits": 4}, "config.json has keys not known here: `quantization_config` ({"),
         (BERT, "position_embedding_type", "relative_key", "must be 'absolute', but is 'relative_key'"),
         (BERT, "is_decoder", True, "`is_decoder` of config.json must be False"),
         (BERT, "type_vocab_size", 3, "`type_vocab_size` of config.json must be 2, but is 3"),
@@ -62,7 +64,45 @@ def test_what_ours_cannot_compute_is_refused_by_its_name(tmp_path, name, key, va
     assert sorted(tmp_path.iterdir()) == [tmp_path / "theirs"]
 
 
-@pytest.mark.parametrize("spelling, form", [("gelu_pytorch_tanh", "tanh"), ("gelu_new", "tanh"), ("gelu", "erf")])
+def test_all_unknown_keys_are_listed_at_once(tmp_path) -> None:
+    save_theirs(tmp_path / "theirs", BERT)
+    edit_config(tmp_path / "theirs", rotary=True, num_labels=3, experts=4)
+    with pytest.raises(CheckpointError, match=r"not known here: `rotary` \(True\), `experts` \(4\); delete"):
+        import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
+
+
+@pytest.mark.parametrize("name", [GPT, BERT])
+def test_keys_that_change_no_output_change_no_import(tmp_path, name: str) -> None:
+    """What transformers 2 to 4, distilgpt2 and the converters of Megatron-LM wrote beside the sizes."""
+    save_theirs(tmp_path / "theirs", name)
+    with CheckpointReader(import_hugging_face(tmp_path / "theirs", tmp_path / "plain")) as reader:
+        plain = reader.metadata
+    generation = {"do_sample": True, "max_length": 50, "min_length": 0, "num_beams": 2, "num_return_sequences": 1}
+    generation |= {"early_stopping": False, "length_penalty": 2.0, "repetition_penalty": 1.3, "eos_token_ids": 0}
+    generation |= {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "typical_p": 1.0, "output_scores": False}
+    heads = {"_num_labels": 1, "n_special": 0, "predict_special_tokens": True}
+    running = {"torchscript": False, "use_bfloat16": False, "tf_legacy_loss": False, "xla_device": None}
+    running |= {"_attn_implementation_autoset": True, "attn_implementation": "sdpa", "_attn_implementation": "sdpa"}
+    names = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_size_or_config_json_file": 99, "unk_token_id": 1}
+    names |= {"cls_token_id": 2, "mask_token_id": 3}
+    edit_config(tmp_path / "theirs", **generation, **heads, **running, **names)
+    with CheckpointReader(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")) as reader:
+        assert (reader.metadata.model, reader.metadata.tensors) == (plain.model, plain.tensors)
+
+
+def test_the_names_of_gelu_are_all_that_transformers_has_for_its_two_forms() -> None:
+    x = torch.linspace(-20, 20, 4001, dtype=torch.float64)
+    forms = {"tanh": functional.gelu(x, approximate="tanh"), "erf": functional.gelu(x)}
+    found = {}
+    for name in ACT2FN:
+        for form, ours in forms.items():
+            if "gelu" in name and (ACT2FN[name](x) - ours).abs().max() < 1e-11:
+                found[name] = form
+    assert found == hf_config.GELU_FORMS
+
+
+# transformers' converter of Megatron-LM's GPT writes gelu_fast
+@pytest.mark.parametrize("spelling, form", [("gelu_fast", "tanh"), ("gelu_new", "tanh"), ("gelu_python", "erf")])
 def test_each_spelling_of_gelu_is_the_form_it_means(tmp_path, spelling, form) -> None:
     save_theirs(tmp_path / "theirs", GPT)
     edit_config(tmp_path / "theirs", activation_function=spelling)

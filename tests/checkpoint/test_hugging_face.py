@@ -1,7 +1,11 @@
 """Models of Hugging Face read and written: the same function on both sides, and the same bits back."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -31,6 +35,10 @@ from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging
 from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
+from lmscale.data.tokenizer import Tokenizer, train_tokenizer, write_tokenizer
+from lmscale.finetune.batches import collate
+from lmscale.finetune.features import Features
+from lmscale.finetune.pairs import join_pair, pack
 from lmscale.models import build_model
 from lmscale.models.hugging_face import model_of
 from lmscale.parallel import ParallelContext
@@ -69,7 +77,6 @@ def test_the_written_model_loads_with_the_auto_classes_and_gives_our_logits(tmp_
             a, b = a[real], output.prediction_logits[real]
             assert (order - output.seq_relationship_logits).abs().max() < 1e-4
     assert (a[..., : config.vocab_size] - b).abs().max() < 1e-4
-    assert not (target / "generation_config.json").exists()
     base = transformers.AutoModel.from_pretrained(target)
     assert base.config.num_hidden_layers == config.num_layers
 
@@ -248,8 +255,6 @@ def test_fp64_stays_fp64_on_the_way_in(tmp_path) -> None:
 
 
 def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_path) -> None:
-    from lmscale.data.tokenizer import train_tokenizer
-
     texts = ["the cat sat on the mat and the dog ran after the cat"] * 20
     for name, architecture, size in ((GPT, "gpt", 300), (BERT, "bert", 60)):
         tokenizer = train_tokenizer(texts, architecture, size, "tokenizer.vocab_size")
@@ -257,7 +262,7 @@ def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_
         source, _ = save_random(tmp_path / f"{name}_source", family_config(name, vocab_size=size))
         target = export_hugging_face(source, tmp_path / name, tokenizer=tmp_path / f"{name}.json")
         loaded = transformers.AutoTokenizer.from_pretrained(target)
-        assert loaded("the cat", add_special_tokens=False)["input_ids"] == tokenizer.encode("the cat").ids
+        assert loaded("the cat")["input_ids"] == tokenizer.encode("the cat").ids
         published = transformers.AutoConfig.from_pretrained(target)
         if name == GPT:
             assert loaded.eos_token_id == published.eos_token_id == tokenizer.token_to_id("<|endoftext|>")
@@ -271,3 +276,137 @@ def test_tokenizer_files_travel_with_the_model_and_give_config_json_its_ids(tmp_
         small, _ = save_random(tmp_path / f"{name}_small", family_config(name, vocab_size=20))
         with pytest.raises(CheckpointError, match="`tokenizer_path` must have ids below 20"):
             export_hugging_face(small, tmp_path / "refused", tokenizer=tmp_path / f"{name}.json")
+
+
+TEXTS = ("the cat sat", "the cat", "The dog's hat, and the mat")
+WITHOUT_WEIGHTS = ("cls.seq_relationship", "bert.pooler", "cls.predictions")  # of BERT's heads, by the class that loads
+
+
+def exported_with_tokenizer(folder: Path, name: str, **changes) -> tuple[Path, Path, Tokenizer]:
+    """Our random model with a tokenizer trained for it, what is published of it, and the tokenizer."""
+    family, size = FAMILIES[name]["family"], 300 if name == GPT else 60
+    inner = train_tokenizer(["the cat sat on the mat and the dog's hat, ran after"] * 20, family, size, "size")
+    config = family_config(name, vocab_size=size, max_position_embeddings=24, **changes)
+    source, _ = save_random(folder / "source", config)
+    write_tokenizer(inner, source.parent / "tokenizer" / "tokenizer.json")
+    return source, export_hugging_face(source, folder / "published"), Tokenizer(inner)
+
+
+def finetuning_batch(tokenizer: Tokenizer, firsts: tuple, seconds: tuple, max_length: int) -> dict:
+    """The batch that our finetuning builds of texts or pairs."""
+    cls, sep = tokenizer.id_of("[CLS]"), tokenizer.id_of("[SEP]")
+    encoded = [tokenizer.encode_batch(list(texts)) for texts in (firsts, [text or "" for text in seconds])]
+    joined = [
+        join_pair(first, None if text is None else second, cls, sep, max_length)
+        for first, second, text in zip(*encoded, seconds, strict=True)
+    ]
+    labels, ids = np.zeros(len(joined), dtype=np.int64), [str(number) for number in range(len(joined))]
+    return collate(Features(**pack(joined), labels=labels, ids=ids), np.arange(len(joined)))
+
+
+@pytest.mark.parametrize("name", [BERT, MEGATRON_BERT])
+def test_a_receiver_feeds_a_bert_what_our_finetuning_does(tmp_path, name: str) -> None:
+    source, published, tokenizer = exported_with_tokenizer(tmp_path, name)
+    theirs = transformers.AutoTokenizer.from_pretrained(published)
+    assert type(theirs).__name__ == "BertTokenizer" and theirs.model_max_length == 24
+    assert theirs.num_special_tokens_to_add(pair=True) == 3
+    others = ("the dog", "the cat sat on the mat", "ran")
+    model, encoder = load_ours(source), transformers.AutoModel.from_pretrained(published).eval()
+    for seconds, cut in (((None,) * 3, "longest_first"), (others, "only_second")):
+        for length in (24, 13):
+            ours = finetuning_batch(tokenizer, TEXTS, seconds, length)
+            pairs = (list(TEXTS),) if seconds[0] is None else (list(TEXTS), list(seconds))
+            batch = theirs(*pairs, padding=True, truncation=cut, max_length=length, return_tensors="pt")
+            assert torch.equal(batch["input_ids"], ours["tokens"])
+            assert torch.equal(batch["token_type_ids"], ours["token_types"])
+            assert torch.equal(batch["attention_mask"].bool(), ours["attention_mask"])
+            with torch.inference_mode():
+                hidden = model.transformer(ours["tokens"], ours["token_types"], ours["attention_mask"])
+                found = encoder(**batch).last_hidden_state
+            assert (hidden - found)[ours["attention_mask"]].abs().max() < 1e-4
+    features = transformers.pipeline("feature-extraction", model=str(published))("the cat", return_tensors=True)
+    single = finetuning_batch(tokenizer, ("the cat",), (None,), 24)
+    with torch.inference_mode():
+        assert (features - model.transformer(single["tokens"], single["token_types"])).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [BERT, MEGATRON_BERT])
+def test_a_receiver_fills_a_mask_as_our_model_does(tmp_path, name: str) -> None:
+    source, published, tokenizer = exported_with_tokenizer(tmp_path, name)
+    (the,), (cat,) = tokenizer.encode_batch(["the", "cat"])
+    ids = [tokenizer.id_of(token) for token in ("[CLS]", "[MASK]", "[SEP]")]
+    with torch.inference_mode():
+        logits, _ = load_ours(source)(torch.tensor([[ids[0], the, ids[1], cat, ids[2]]]))
+    expected = logits[0, 2, :60].softmax(-1)
+    found = transformers.pipeline("fill-mask", model=str(published))("the [MASK] cat", top_k=60)
+    assert max(abs(row["score"] - float(expected[row["token"]])) for row in found) < 1e-5
+    for kind in ("AutoModelForMaskedLM", "AutoModel", "AutoModelForSequenceClassification"):
+        _, report = getattr(transformers, kind).from_pretrained(published, output_loading_info=True)
+        assert all(key.startswith(WITHOUT_WEIGHTS) for key in report["unexpected_keys"])
+        new = {"classifier.weight", "classifier.bias"} if kind.endswith("Classification") else set()
+        assert set(report["missing_keys"]) == new and not report["mismatched_keys"]
+
+
+def test_a_receiver_continues_a_text_as_our_gpt_does(tmp_path) -> None:
+    source, published, tokenizer = exported_with_tokenizer(tmp_path, GPT)
+    theirs = transformers.AutoTokenizer.from_pretrained(published)
+    assert type(theirs).__name__ == "GPT2Tokenizer" and theirs.model_max_length == 24
+    assert theirs(list(TEXTS))["input_ids"] == tokenizer.encode_batch(list(TEXTS))
+    assert list(theirs("a", "b")) == ["input_ids", "attention_mask"]
+    ids, model = tokenizer.encode_batch(["the cat"])[0], load_ours(source)
+    with torch.inference_mode():
+        while len(ids) < 24 and ids[-1] != tokenizer.id_of("<|endoftext|>"):
+            ids.append(int(model(torch.tensor([ids]))[0, -1, :300].argmax()))
+    pipeline = transformers.pipeline("text-generation", model=str(published))
+    (found,) = pipeline("the cat", do_sample=False, return_tensors=True)
+    assert found["generated_token_ids"] == ids
+    assert pipeline("the cat", do_sample=False)[0]["generated_text"] == theirs.decode(ids, skip_special_tokens=True)
+    wide, _ = save_random(tmp_path / "wide", family_config(GPT, max_position_embeddings=257))
+    assert not (export_hugging_face(wide, tmp_path / "wide_published") / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_json_has_the_values_of_the_run(tmp_path, name: str) -> None:
+    changes = {"initializer_std": 0.017, "layer_norm_eps": 1e-7, "hidden_dropout": 0.11, "attention_dropout": 0.07}
+    changes |= {"ffn_hidden_size": 36} | ({"embedding_dropout": 0.05} if name == GPT else {})
+    _, published, tokenizer = exported_with_tokenizer(tmp_path, name, **changes)
+    found = transformers.AutoConfig.from_pretrained(published).to_dict()
+    gpt = {
+        "n_positions": 24, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_inner": 36, "vocab_size": 300,
+        "resid_pdrop": 0.11, "attn_pdrop": 0.07, "embd_pdrop": 0.05, "layer_norm_epsilon": 1e-7,
+        "activation_function": "gelu_new", "bos_token_id": 0, "eos_token_id": 0, "scale_attn_weights": True,
+    }  # fmt: skip
+    bert = {
+        "max_position_embeddings": 24, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "intermediate_size": 36, "vocab_size": 60, "hidden_dropout_prob": 0.11, "attention_probs_dropout_prob": 0.07,
+        "layer_norm_eps": 1e-7, "hidden_act": "gelu", "type_vocab_size": 2, "pad_token_id": 0, "is_decoder": False,
+    }  # fmt: skip
+    expected = {"initializer_range": 0.017, "tie_word_embeddings": True, "dtype": "float32", "architectures": [name]}
+    expected |= gpt if name == GPT else bert
+    assert {key: found[key] for key in expected} == expected
+    theirs = transformers.AutoTokenizer.from_pretrained(published)
+    for role in ("bos", "eos", "pad"):
+        assert found.get(f"{role}_token_id") == getattr(theirs, f"{role}_token_id")
+
+
+@pytest.mark.parametrize("name", [BERT, *(pytest.param(name, marks=pytest.mark.slow) for name in (GPT, MEGATRON_BERT))])
+def test_the_example_of_the_model_card_runs_as_written(tmp_path, name: str) -> None:
+    _, published, tokenizer = exported_with_tokenizer(tmp_path, name)
+    example = (published / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    command = [sys.executable, "-I", "-c", example + "print(list(outputs[0].shape))"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    length, size = len(tokenizer.encode_batch(["The"])[0]), 300 if name == GPT else 60
+    assert run.stdout == f"{[1, length + (0 if name == GPT else 2), size]}\n"
+    assert "MISSING" not in run.stderr and "UNEXPECTED" not in run.stderr
+
+
+@pytest.mark.parametrize("name, dtype", zip(FAMILIES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+def test_a_receiver_gets_the_published_type_and_tied_weights(tmp_path, name: str, dtype: torch.dtype) -> None:
+    source, _ = save_random(tmp_path / "source", family_config(name))
+    published = export_hugging_face(source, tmp_path / "published", dtype)
+    language_model = transformers.AutoModelForCausalLM if name == GPT else transformers.AutoModelForMaskedLM
+    for kind in {transformers.AutoModel, AUTO[name], language_model}:
+        assert kind.from_pretrained(published).dtype == dtype
+    loaded = language_model.from_pretrained(published)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight and not loaded.training

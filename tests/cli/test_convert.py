@@ -7,7 +7,7 @@ import pytest
 import torch
 import warm
 from entry_points import REPOSITORY, environment, refuse
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
 from lmscale.checkpoint import CheckpointReader, read_metadata
 from lmscale.config.convert import ConvertConfig
@@ -69,11 +69,15 @@ def test_a_bert_without_heads_needs_the_key_that_initializes_them(tmp_path) -> N
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: plain lacks the heads cls.predictions.bias, ")
     assert done.stderr.endswith("initialize_missing_heads=true begins them anew, untrained\n")
-    assert convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path).returncode == 0
+    done = convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path)
+    assert done.returncode == 0 and "new_pooler" not in done.stdout
     assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
     assert not convert(
         "source=plain", "target=other", "initialize_missing_heads=true", "seed=7", cwd=tmp_path
     ).returncode
+    BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "masked")
+    done = convert("source=masked", "target=third", "initialize_missing_heads=true", cwd=tmp_path)
+    assert " new_pooler=true " in done.stdout.rpartition("use: ")[2]
     drawn = (CheckpointReader(tmp_path / n / "step_0.ckpt").read("model/order_head.weight") for n in ("ours", "other"))
     assert not torch.equal(*drawn)
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import time
 import unicodedata
 from functools import cache
@@ -10,9 +11,12 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from sharding import small_config
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
+from lmscale.checkpoint import CheckpointError
+from lmscale.checkpoint.tokenizer_files import TokenizerFiles
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import BERT_SPECIALS, END_OF_TEXT, Tokenizer, load_published_tokenizer
 from lmscale.data.tokenizer import published as published_files
@@ -118,6 +122,12 @@ BERT_SETTINGS = {
     "uncased": {"config": {"do_lower_case": True, "model_max_length": 512}},
     "cased": {"config": {"do_lower_case": False, "tokenizer_class": "BertTokenizer"}},
     "multilingual": {"config": {"do_lower_case": False, "strip_accents": None, "tokenize_chinese_chars": True}},
+    "keys without effect": {
+        "config": {
+            **{"wordpieces_prefix": "##", "padding": "max_length", "truncation": True, "from_slow": True},
+            **{"return_token_type_ids": True, "mask_padding_with_zero": True, "device_map": "auto"},
+        }
+    },
     "accents kept": {"config": {"do_lower_case": True, "strip_accents": False}},
     "accents alone": {"config": {"do_lower_case": False, "strip_accents": True}},
     "Chinese words": {"config": {"tokenize_chinese_chars": False}},
@@ -181,7 +191,11 @@ def test_the_published_vocabularies_encode_as_in_transformers(tmp_path, shared_d
         ({"unk_token": "<unk>"}, "`unk_token` of {}/tokenizer_config.json must be [UNK], but is '<unk>'"),
         ({"cls_token": {"content": "<s>"}}, "`cls_token` of {}/tokenizer_config.json must be [CLS], but is"),
         ({"tokenizer_class": "BertJapaneseTokenizer"}, "`tokenizer_class` of {}/tokenizer_config.json must be Bert"),
-        ({"word_tokenizer_type": "mecab"}, "`word_tokenizer_type` of {}/tokenizer_config.json must be deleted if it"),
+        (
+            {"word_tokenizer_type": "mecab", "do_nothing": None, "jumanpp_kwargs": {"a": 1}},
+            "{}/tokenizer_config.json has keys not known here: `jumanpp_kwargs` ({{'a': 1}}), `word_tokenizer_",
+        ),
+        ({"wordpieces_prefix": "@@"}, "`wordpieces_prefix` of {}/tokenizer_config.json must be ##, but is '@@'"),
         (
             {"added_tokens_decoder": {"99999": ADDED}},
             "`added_tokens_decoder` of {}/tokenizer_config.json must give 'NewWord' the next free id, ",
@@ -246,6 +260,57 @@ def test_a_vocabulary_beside_another_tokenizer_json_is_refused(tmp_path) -> None
         f"`tokenizer.path` must be {folder}, because its tokenizer.json is a different tokenizer, but is {folder}/vocab"
     )
     refuse("bert", folder / "vocab.txt", message)
+
+
+@pytest.mark.parametrize("num_lines", [0, 1, 8])
+def test_merges_that_end_early_at_a_line_end_are_refused(tmp_path, num_lines: int) -> None:
+    folder, (_, merges) = write_gpt2(tmp_path / "theirs"), byte_pairs()
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *merges[:num_lines]]) + "\n", encoding="utf-8")
+    first = merges[num_lines].replace(" ", "")
+    message = f"{folder}/merges.txt must have a merge for each token of {folder}/vocab.json, but lacks "
+    message += f"{len(merges) - num_lines}, the first for {first!r}; "
+    refuse("gpt2", folder, message)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        TokenizerFiles(folder, small_config("gpt", vocab_size=1024))
+
+
+@pytest.mark.parametrize("form", [list, " ".join])
+def test_a_whole_tokenizer_that_has_lost_merges_is_refused(tmp_path, form) -> None:
+    """As in the two ways that the library has written them."""
+    path, (_, merges) = tmp_path / "tokenizer.json", byte_pairs()
+    spec = json.loads(load("gpt2", write_gpt2(tmp_path / "theirs")).inner.to_str())
+    for kept in (len(merges), 8, 0):
+        spec["model"]["merges"] = [form(merge.split(" ")) for merge in merges[:kept]]
+        path.write_text(json.dumps(spec), encoding="utf-8")
+        if kept == len(merges):
+            load("gpt2", path)
+            continue
+        first = merges[kept].replace(" ", "")
+        message = f"{path} must have a merge for each of its tokens, but lacks {len(merges) - kept}, the first for "
+        refuse("gpt2", path, message + repr(first))
+
+
+def test_tokens_without_a_merge_are_special_or_added(tmp_path) -> None:
+    folder, (vocab, _) = write_gpt2(tmp_path / "theirs"), byte_pairs()
+    (folder / "vocab.json").write_text(json.dumps(vocab | {"<pad>": len(vocab), "NewWord": len(vocab) + 1}))
+    refuse(
+        "gpt2", folder, "but lacks 1, the first for 'NewWord'; copy it whole, or list tokens that need none in added"
+    )
+    write_json(folder, {"added": {"NewWord": len(vocab) + 1}})
+    check_equal(load("gpt2", folder), folder, FEWER_TEXTS)
+    assert TokenizerFiles(folder, small_config("gpt", vocab_size=1024)).ids["NewWord"] == len(vocab) + 1
+
+
+@pytest.mark.parametrize(
+    "kind, other, tokens", [("bert", "gpt2", ", ".join(BERT_SPECIALS)), ("gpt2", "bert", END_OF_TEXT)]
+)
+def test_a_tokenizer_of_another_family_is_refused(tmp_path, kind: str, other: str, tokens: str) -> None:
+    """It would encode every text without an error."""
+    folder = {"bert": write_bert, "gpt2": write_gpt2}[other](tmp_path / "other")
+    load(other, folder).inner.save(str(tmp_path / "tokenizer.json"))
+    rule = f"`tokenizer.path` must be a tokenizer that suits a {kind.strip('2')}, with {tokens}, but "
+    with pytest.raises(ValueError, match=f"^{re.escape(rule)}.*, which suits a {other.strip('2')}, lacks "):
+        load(kind, tmp_path / "tokenizer.json")
 
 
 def test_a_tokenizer_that_draws_its_merges_is_refused(tmp_path) -> None:

@@ -19,11 +19,10 @@ from torch.func import functional_call
 
 from ..config import TransformerConfig
 from ..config.family import family_of
-from ..models import build_model
-from ..parallel import ParallelContext
 from .errors import CheckpointError
 from .hf_config import small_hf_model
 from .hf_files import HuggingFaceReader
+from .model_tensors import meta_model
 from .read import CheckpointReader
 from .reshard import VOCABULARY
 
@@ -76,6 +75,7 @@ def compare_models(
     config: TransformerConfig,
     rounded_to: torch.dtype | None = None,
     drawn: Collection[str] = (),
+    build: Callable[[TransformerConfig], nn.Module] = meta_model,
 ) -> None:
     """Compare the outputs of both models for every layer, word and position.
 
@@ -83,6 +83,7 @@ def compare_models(
         rounded_to: type that the weights of ours were rounded to on the way. They are rounded here too, so that one
             bound serves all types; it is the conversion that is tested, not the type.
         drawn: parameters of ours that theirs lacks.
+        build: our model of a configuration, on the meta device.
 
     Raises:
         CheckpointError: an output differs by more than `BOUND`, or is not finite.
@@ -99,8 +100,9 @@ def compare_models(
     def read_theirs(name: str, *rows: int) -> Tensor:
         return theirs.read(about.aliases.get(name, name), *rows)
 
-    our_model = build_model(small, ParallelContext(), seed=None, device="meta").eval()
-    left = _Side(our_model, read_ours, "transformer.layers", VOCABULARY, ("transformer.position_embedding",), drawn)
+    left = _Side(
+        build(small).eval(), read_ours, "transformer.layers", VOCABULARY, ("transformer.position_embedding",), drawn
+    )
     their_model = small_hf_model(theirs.values, about, small)
     their_names = {name for name, _ in their_model.named_parameters(remove_duplicate=False)}
     lacking = {name for name in their_names if about.aliases.get(name, name) not in theirs.names()}
@@ -111,13 +113,15 @@ def compare_models(
     tokens, num_types = numbers % sizes[0], family_of(config.family).num_token_types
     types = numbers % num_types if num_types else None
     our_inputs = {"tokens": tokens} if types is None else {"tokens": tokens, "token_types": types}
-    their_inputs = {"input_ids": tokens, "token_type_ids": types, "position_ids": numbers, "return_dict": False}
+    their_inputs = {"input_ids": tokens, "token_type_ids": types, "position_ids": numbers}
+    if about.head is not None and about.head.has_choices:
+        their_inputs = {name: value[None] for name, value in their_inputs.items()}
     found: list[tuple[float, str]] = []  # differences and their parts
     for layer in range(num_layers):
         firsts = [min(layer * size, total - size) for size, total in zip(sizes, totals, strict=True)]
         words, positions = ((first, first + size) for first, size in zip(firsts, sizes, strict=True))
         a = left.run(layer, words, positions, our_inputs)
-        b = right.run(layer, words, positions, their_inputs)
+        b = right.run(layer, words, positions, their_inputs | {"return_dict": False})
         where = f"layer {layer} with words from {words[0]} and positions from {positions[0]}"
         for index, (one, other) in enumerate(zip(a, b, strict=True)):
             part = f"output {index} of the model with {where}" if index else where

@@ -10,7 +10,9 @@ from ..config.family import family_of
 from ..models.hugging_face import HuggingFaceModel, model_of, models_by_type
 from .errors import CheckpointError
 
-GELU_FORMS = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "erf"}
+# transformers has more names than functions; gelu_10 and quick_gelu are others.
+_TANH = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")
+GELU_FORMS = dict.fromkeys(_TANH, "tanh") | dict.fromkeys(("gelu", "gelu_python"), "erf")
 GELU_NAMES = {"tanh": "gelu_new", "erf": "gelu"}
 
 # Keys that change what the model computes, with the only value that ours computes.
@@ -32,7 +34,14 @@ _WITHOUT_EFFECT = set(
     problem_type id2label label2id classifier_dropout summary_type summary_use_proj summary_activation
     summary_proj_to_labels summary_first_dropout gradient_checkpointing chunk_size_feed_forward output_attentions
     output_hidden_states output_past return_dict cross_attention_hidden_size directionality pooler_fc_size
-    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type""".split()
+    pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+    _num_labels num_labels n_special predict_special_tokens vocab_size_or_config_json_file tokenizer_type cls_token_id
+    mask_token_id unk_token_id _attn_implementation _attn_implementation_autoset attn_implementation torchscript
+    tf_legacy_loss use_bfloat16 xla_device use_return_dict tie_encoder_decoder
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    eos_token_ids exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length
+    min_length no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p""".split()
 )
 # Sizes whose default in transformers is one model's.
 _SIZES = (
@@ -110,13 +119,12 @@ def config_from_hf(values: dict[str, Any], vocab_multiple: int | None = None) ->
     num_types = family_of(model.settings["family"]).num_token_types
     fixed = _FIXED | ({"type_vocab_size": num_types} if num_types else {})
     published = with_defaults(values)
+    if hasattr(published, "n_positions"):
+        fixed |= {"n_ctx": published.n_positions}  # another name of it in old files
+    known = {*model.keys, *fixed, *_WITHOUT_EFFECT}
+    if unknown := [f"`{key}` ({values[key]!r})" for key in values if key not in known]:
+        raise CheckpointError(f"config.json has keys not known here: {', '.join(unknown)}; delete those without effect")
     for key in values:
-        if key == "n_ctx" and values[key] == published.n_positions:
-            continue
-        if key not in model.keys and key not in fixed and key not in _WITHOUT_EFFECT:
-            raise CheckpointError(
-                f"`{key}` of config.json ({values[key]!r}) is not known here; delete it if it changes no output"
-            )
         if key in fixed and values[key] not in (fixed[key], None):
             raise CheckpointError(f"`{key}` of config.json must be {fixed[key]!r}, but is {values[key]!r}")
     ours = {name: getattr(published, key) for key, name in model.keys.items()}
@@ -146,12 +154,13 @@ def _shortest(config: TransformerConfig) -> TransformerConfig:
     return config
 
 
-def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int | None]) -> Any:
+def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int | None], **settings: Any) -> Any:
     """transformers' configuration object of our model; every value that has a default in ours is written out.
 
     Args:
         dtype: torch's name of the type of the weights, such as `float32`.
         token_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` as far as the family has them.
+        settings: keys of a finetuned model.
 
     Raises:
         CheckpointError: transformers has no such model: a GPT with post-norm, a BERT whose embeddings have a dropout
@@ -173,7 +182,19 @@ def config_to_hf(config: TransformerConfig, dtype: str, token_ids: dict[str, int
     }
     values = {key: ours[name] for key, name in model.keys.items()}
     kind = transformers.CONFIG_MAPPING[model.model_type]
-    return kind(**values, **token_ids, architectures=[model.model_class], dtype=dtype)
+    return kind(**{"architectures": [model.model_class], "dtype": dtype} | values | token_ids | settings)
+
+
+def generation_to_hf(config: TransformerConfig, token_ids: dict[str, int | None]) -> Any:
+    """transformers' generation configuration of a short GPT, which ends a text at the last position; else None.
+
+    The pipeline adds 256 tokens to a prompt where no length is set, and a model with fewer positions fails.
+    """
+    import transformers
+
+    if not family_of(config.family).is_causal or config.max_position_embeddings > 256:
+        return None
+    return transformers.GenerationConfig(**token_ids, max_length=config.max_position_embeddings)
 
 
 def small_hf_model(values: dict[str, Any], model: HuggingFaceModel, sizes: TransformerConfig) -> Any:

@@ -2,9 +2,11 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,15 +19,18 @@ from ..parallel import ParallelContext
 from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
 from .errors import CheckpointError
-from .hf_config import config_from_hf, config_to_hf
+from .finetuned_head import FinetunedHead, PublishedHead
+from .hf_config import config_from_hf, config_to_hf, generation_to_hf, hf_model, read_hf_config
 from .hf_files import HuggingFaceReader, write_hf_files
 from .metadata import CheckpointMetadata, TensorEntry
-from .model_card import CARD, model_card
-from .model_tensors import Shape, model_shapes, open_source
+from .model_card import CARD, losses_of, model_card
+from .model_tensors import Shape, meta_model, model_shapes, open_source
 from .offline import write_offline
 from .read import CheckpointReader
 from .tensor_file import num_bytes
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 def export_hugging_face(
@@ -34,8 +39,11 @@ def export_hugging_face(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5 * 10**9,
     tokenizer: str | Path | None = None,
+    head: PublishedHead | None = None,
 ) -> Path:
     """Write a checkpoint of ours as `GPT2LMHeadModel`, `BertForPreTraining` or `MegatronBertForPreTraining`.
+
+    A finetuned one becomes `BertForSequenceClassification` and so on.
 
     Memory holds two layers at most, or two copies of the largest tensor.
 
@@ -44,20 +52,35 @@ def export_hugging_face(
         target: a folder that does not exist yet.
         dtype: type of the written weights, rounded to nearest.
         tokenizer: its files or folder; None takes `tokenizer/` beside the source, if it is there.
+        head: of a finetuned checkpoint.
 
     Raises:
         ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
     """
     path, metadata, own_config = open_source(source)
     model, config = model_of(own_config), own_config.as_standard()
+    build, settings, max_length = meta_model, {}, None
+    if head is not None:
+        model = model.with_head(head.kind)
+        build, max_length = head.build, head.max_seq_length
+        settings = head.settings | {"architectures": [model.model_class]}
     files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
     dtype_name = str(dtype).removeprefix("torch.")
-    published = config_to_hf(config, dtype_name, model.token_ids(files.ids if files else None, config))
-    our_shapes, rows = model_shapes(config), model.rows(config)
+    token_ids = model.token_ids(files.ids if files else None, config)
+    published = config_to_hf(config, dtype_name, token_ids, **settings)
+    if head is not None:
+        _set_dropout(head, published, model.model_class)
+    generation = generation_to_hf(config, token_ids)
+    our_shapes = model_shapes(config, build)
+    rows = [row for row in model.rows(config) if row.ours in our_shapes]
     # Those of the heads: the rest has been checked.
     missing = sorted(f"model/{name}" for name in our_shapes if f"model/{name}" not in metadata.tensors)
     if missing:
         raise CheckpointError(f"checkpoint {path.name} lacks {list_some(missing)}")
+    for name, (shape, _) in our_shapes.items():
+        found = metadata.tensors[f"model/{name}"].shape
+        if found != shape:
+            raise CheckpointError(f"checkpoint {path.name}: model/{name} must be {shape}, but is {found}")
     shapes = {}
     for row in rows:
         on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
@@ -66,13 +89,27 @@ def export_hugging_face(
     with _FoldedReader(path, own_config) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
+        if generation is not None:
+            generation.save_pretrained(folder)
         if files is not None:
-            files.copy_to(folder)
-        with HuggingFaceReader(folder) as written:
-            compare_models(reader, written, config, rounded_to=dtype)
-        card = model_card(metadata, config, model.model_class, dtype_name, Path(target).name)
+            files.copy_to(folder, max_length)
+        with HuggingFaceReader(folder, model=model) as written:
+            compare_models(reader, written, config, rounded_to=dtype, build=build)
+        about = dtype_name, Path(target).name, files is not None, losses_of(path, metadata)
+        card = model_card(metadata, config, model.model_class, *about, head)
         (folder / CARD).write_text(card, encoding="utf-8")
     return Path(target)
+
+
+def _set_dropout(head: PublishedHead, published: Any, model_class: str) -> None:
+    if hasattr(published, "classifier_dropout"):
+        published.classifier_dropout = head.dropout
+    elif head.dropout not in (None, published.hidden_dropout_prob):
+        _log.info(
+            "%s has no dropout of its own before the head (here %g): trained further, it takes hidden_dropout (%g); "
+            "its outputs in evaluation are the same",
+            *(model_class, head.dropout, published.hidden_dropout_prob),
+        )
 
 
 class _FoldedReader(CheckpointReader):
@@ -104,6 +141,7 @@ def import_hugging_face(
     tokenizer: str | Path | None = None,
     initialize_missing_heads: bool = False,
     seed: int = 1234,
+    head: FinetunedHead | None = None,
 ) -> Path:
     """Write a folder of Hugging Face's GPT-2, BERT or Megatron-BERT as a checkpoint of ours at step 0, weights alone.
 
@@ -114,6 +152,7 @@ def import_hugging_face(
         vocab_multiple: see `TransformerConfig`; None: its default.
         tokenizer: its files or folder; None takes those of `source`, if any.
         initialize_missing_heads: draw heads that the source lacks from `seed`, as a new model's would be.
+        head: of a finetuned source.
 
     Returns:
         the checkpoint.
@@ -122,7 +161,11 @@ def import_hugging_face(
         ValueError: a key of the configuration or a tensor that has no place in ours, one that is missing, a target
             that exists, a full disk, or weights that do not compute the same here.
     """
-    with HuggingFaceReader(source) as reader:
+    model, build, state = None, meta_model, {}
+    if head is not None:
+        model = hf_model(read_hf_config(Path(source) / "config.json")).with_head(head.kind)
+        build, state = head.build, {"finetune": {"kind": head.kind, "classes": list(head.classes)}}
+    with HuggingFaceReader(source, model=model) as reader:
         config = config_from_hf(reader.values, vocab_multiple)
         config.check_tensor_parallel(tp_size)
         if config.num_layers > len(reader.names()):  # before the names are listed: it may be a billion
@@ -131,7 +174,8 @@ def import_hugging_face(
                 f"`{key}` of config.json must be at most the {len(reader.names())} tensors of {reader.folder}, "
                 f"but is {config.num_layers}"
             )
-        our_shapes, rows = model_shapes(config), reader.model.rows(config)
+        our_shapes = model_shapes(config, build)
+        rows = [row for row in reader.model.rows(config) if row.ours in our_shapes]
         fresh = _check_tensors(reader, rows, our_shapes, config, initialize_missing_heads)
         files = find_tokenizer(tokenizer, Path(source), config)
         entries = {f"model/{name}": _entry(reader, rows, name, *found) for name, found in our_shapes.items()}
@@ -143,14 +187,14 @@ def import_hugging_face(
             files={},
             optimizer={},
             run={"converted_from": str(source), "model_type": reader.model.model_type, "initialized": sorted(fresh)},
-            state={},
+            state=state,
         )
         check_target(target, sum(entry.num_bytes for entry in entries.values()))
         with atomic_folder(target) as folder:
             heads = _draw_heads(config, fresh, seed) if fresh else {}
             written = write_offline(folder, metadata, tp_size, _read_ours(reader, rows, entries, heads, config))
             with CheckpointReader(written) as ours:
-                compare_models(ours, reader, config, drawn=fresh)
+                compare_models(ours, reader, config, drawn=fresh, build=build)
             if files is not None:
                 files.copy_to(folder / TOKENIZER_FOLDER)
     return Path(target) / written.name

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..models.hugging_face import HuggingFaceModel
 from .errors import CheckpointError
 from .hf_config import hf_model, read_hf_config, type_of_tensors
 from .metadata import PUBLISHED_WEIGHTS
@@ -63,13 +64,14 @@ class HuggingFaceReader(ExitStack):
 
     Args:
         key: of the folder in the configuration, for messages.
+        model: that the folder holds; None: the one of its `model_type`, with heads of pretraining.
 
     Raises:
         CheckpointError: no such files, an index that contradicts them, two tensors of one name, a type that is not a
             float, a model that is not known here.
     """
 
-    def __init__(self, folder: str | Path, key: str = "source") -> None:
+    def __init__(self, folder: str | Path, key: str = "source", model: HuggingFaceModel | None = None) -> None:
         super().__init__()
         self.folder = Path(folder)
         values = read_hf_config(self.folder / "config.json")
@@ -89,7 +91,7 @@ class HuggingFaceReader(ExitStack):
                     )
             if values.get("model_type") is None:
                 values["model_type"] = type_of_tensors({name for file in self.files for name in file.entries})
-            self.values, self.model = values, hf_model(values)
+            self.values, self.model = values, model or hf_model(values)
             for file in self.files:
                 for name in file.entries:
                     self._add(file, name)

@@ -1,25 +1,40 @@
 """README.md of an exported model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from ..config import TransformerConfig
 from ..config.family import family_of
+from .finetuned_head import PublishedHead
 from .metadata import CheckpointMetadata
 
 CARD = "README.md"
 
 
-def model_card(metadata: CheckpointMetadata, config: TransformerConfig, model_class: str, dtype: str, name: str) -> str:
-    """The model card in Markdown: sizes, data, training, losses, and how to load the model.
+def model_card(
+    metadata: CheckpointMetadata,
+    config: TransformerConfig,
+    model_class: str,
+    dtype: str,
+    name: str,
+    has_tokenizer: bool,
+    losses: dict[str, float],
+    head: PublishedHead | None = None,
+) -> str:
+    """The model card in Markdown: sizes, data, training, losses, and how to use the model.
 
     Args:
-        metadata: metadata of the checkpoint; an imported one knows neither data nor losses.
+        metadata: metadata of the checkpoint; an imported one knows no data.
         model_class: name of the class in transformers.
         dtype: type of the written weights.
         name: of the folder, to load the model by.
+        has_tokenizer: whether its files are in the folder; where they are not, AutoTokenizer makes one of five tokens.
+        losses: of the validation after the last step, see `losses_of`.
+        head: of a finetuned model.
     """
-    causal = family_of(config.family).is_causal
+    tag = "text-generation" if family_of(config.family).is_causal else "fill-mask"
+    example, training = _example(model_class, name), _training(metadata)
     sizes = {
         "architecture": f"{config.family.upper()}, {config.norm_order}-norm",
         "layers": config.num_layers,
@@ -29,11 +44,14 @@ def model_card(metadata: CheckpointMetadata, config: TransformerConfig, model_cl
         "vocabulary": f"{config.vocab_size:,}",
         "weights": dtype,
     }
-    losses = {key: f"{value:.4f}" for key, value in metadata.state.get("validation", {}).items()}
-    tables = [_table("Sizes", sizes), _table("Training", _training(metadata)), _table("Validation", losses)]
+    scores = {key: f"{value:.4f}" for key, value in losses.items()}
+    if head is not None:
+        tag, training, scores = head.pipeline_tag, head.training, head.scores
+        example = f"```python\n{head.example.replace('FOLDER', name)}\n```"
+    tables = [_table("Sizes", sizes), _table("Training", training), _table("Validation", scores)]
     return f"""---
 library_name: transformers
-pipeline_tag: {"text-generation" if causal else "fill-mask"}
+pipeline_tag: {tag}
 # license: choose one, see https://huggingface.co/docs/hub/repositories-licenses
 ---
 
@@ -44,17 +62,46 @@ exported after {metadata.step:,} steps.
 
 {"".join(tables)}## Use
 
-```python
-from transformers import AutoTokenizer, {model_class}
-
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-model = {model_class}.from_pretrained("{name}")
-```
+{example if has_tokenizer else _example_without_tokenizer(model_class, name)}
 
 ## Licence and limits
 
 The publisher has not stated a licence, the intended use or the limits of this model.
 """
+
+
+def losses_of(path: Path, metadata: CheckpointMetadata) -> dict[str, float]:
+    """The validation losses of a checkpoint's step: its own, or its run's record has them, since a run saves its last
+    step before it validates; empty if there are none."""
+    if "validation" in metadata.state:
+        return metadata.state["validation"]
+    try:
+        record = json.loads((path.parent.parent / "record.json").read_text(encoding="utf-8"))
+        metrics = record["metrics"] if record["steps"][1] == metadata.step else {}
+        found = {name: metric["value"] for name, metric in metrics.items() if name.startswith("val/")}
+        return {name: float(value) for name, value in found.items() if name.endswith(("loss", "perplexity"))}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _example(model_class: str, name: str) -> str:
+    return f"""```python
+from transformers import AutoTokenizer, {model_class}
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = {model_class}.from_pretrained("{name}")
+outputs = model(**tokenizer("The", return_tensors="pt"))
+```"""
+
+
+def _example_without_tokenizer(model_class: str, name: str) -> str:
+    return f"""```python
+from transformers import {model_class}
+
+model = {model_class}.from_pretrained("{name}")
+```
+
+The tokenizer is not in this folder. The token ids are those of the training data."""
 
 
 def _training(metadata: CheckpointMetadata) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """The tensors that a model has, by its configuration, and those that a checkpoint of it must have."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+from torch import nn
 
 from ..config import TransformerConfig
 from ..config.checks import list_some
@@ -15,14 +18,21 @@ _FIRST_LAYER = "transformer.layers.0."
 Shape = tuple[tuple[int, ...], int | None]  # the full shape, and the shard dimension or None
 
 
-def model_shapes(config: TransformerConfig) -> dict[str, Shape]:
+def meta_model(config: TransformerConfig) -> nn.Module:
+    """The model with its heads of pretraining on the meta device."""
+    return build_model(config, ParallelContext(), seed=None, device="meta")
+
+
+def model_shapes(
+    config: TransformerConfig, build: Callable[[TransformerConfig], nn.Module] = meta_model
+) -> dict[str, Shape]:
     """Full shape and shard dimension of every parameter by name; only one layer is built, on the meta device.
 
     Raises:
         CheckpointError: a tensor would have more bytes than 64 bits count.
     """
     try:
-        model = build_model(replace(config, num_layers=1), ParallelContext(), seed=None, device="meta")
+        model = build(replace(config, num_layers=1))
     except (TypeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"the model's sizes must be ones that torch can count, but: {reason}") from None
@@ -79,6 +89,24 @@ def config_of(path: Path, metadata: CheckpointMetadata, needs_heads: bool = True
                 f"but is {entry.shape}, sharded along {entry.shard_dim}"
             )
     return config
+
+
+def check_shapes(path: str | Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Check that a checkpoint has the parameters with these full shapes, and no others.
+
+    A reader would take the first rows of a longer one for the shard of one of several ranks.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    saved = read_metadata(path).tensors.items()
+    there = {key.removeprefix("model/"): tuple(entry.shape) for key, entry in saved if key.startswith("model/")}
+    for name in sorted(shapes.keys() | there.keys()):
+        if shapes.get(name) != there.get(name):
+            raise CheckpointError(
+                f"checkpoint {Path(path).name} is of another model: the shape of {name} is {shapes.get(name)} here and "
+                f"{there.get(name)} there"
+            )
 
 
 def open_source(

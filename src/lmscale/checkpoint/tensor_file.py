@@ -134,9 +134,15 @@ class TensorFileReader(ExitStack):
         try:
             header = json.loads(text)
             self.metadata = header.pop("__metadata__", {})
-            self.entries = {name: _parse_entry(entry) for name, entry in header.items()}
+            unknown = [(name, entry["dtype"]) for name, entry in header.items() if entry["dtype"] not in DTYPES]
+            self.entries = {} if unknown else {name: _parse_entry(entry) for name, entry in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise CheckpointError(f"{self.path.name} is not a safetensors file: its header cannot be parsed") from None
+        if unknown:
+            name, dtype = unknown[0]
+            raise CheckpointError(
+                f"{self.path.name}: the type of a tensor must be one of {', '.join(DTYPES)}, but {name} is {dtype!r}"
+            )
         end = self.num_bytes - self.data_start
         expected = 0
         for name, (shape, dtype, first, last) in sorted(self.entries.items(), key=lambda item: item[1][2:]):

@@ -1,10 +1,10 @@
 """The tokenizer's files beside a model's: found, checked against the model and copied."""
 
-import json
 import shutil
 from pathlib import Path
 
 from ..config import TransformerConfig
+from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from .errors import CheckpointError
 
@@ -48,26 +48,61 @@ class TokenizerFiles:
             raise CheckpointError(f"`tokenizer_path` must have ids below {config.vocab_size}, but {path} has {highest}")
 
     def _read_ids(self) -> dict[str, int]:
-        from ..data.tokenizer.vocabulary import read_vocabulary, read_whole
+        from ..data.tokenizer.vocabulary import read_bpe, read_ids, read_object, read_vocabulary, read_whole
 
+        for name in self.files.keys() & _SETTINGS:  # while their own paths can be named
+            read_object(self.files[name])
         if "tokenizer.json" in self.files:
             return read_whole(self.files["tokenizer.json"]).get_vocab(with_added_tokens=True)
-        return read_vocabulary(self.files["vocab.json" if "vocab.json" in self.files else "vocab.txt"])
+        if "vocab.json" in self.files:
+            added = read_ids(self.files["added_tokens.json"]) if "added_tokens.json" in self.files else {}
+            return read_bpe(self.files["vocab.json"], self.files["merges.txt"], added)[0]
+        return read_vocabulary(self.files["vocab.txt"])
 
-    def copy_to(self, folder: Path) -> None:
-        """Copy the files, and say which tokens are special where none of them does."""
+    def copy_to(self, folder: Path, max_length: int | None = None) -> None:
+        """Copy the files, completed for transformers: see `complete_files`.
+
+        Args:
+            max_length: to which a text is truncated; None: the model's positions.
+        """
+        from ..data.tokenizer.publishing import complete_files
+
         folder.mkdir(exist_ok=True)
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
-        if "tokenizer.json" in self.files and "tokenizer_config.json" not in self.files:
-            roles = family_of(self.config.family).corpus.token_roles
-            specials = {role: token for role, token in roles.items() if token in self.ids}
-            values = {"tokenizer_class": "PreTrainedTokenizerFast", **specials}
-            values["model_max_length"] = self.config.max_position_embeddings
-            (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        length = max_length or self.config.max_position_embeddings
+        complete_files(folder, family_of(self.config.family).corpus, length)
 
 
 def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerConfig) -> TokenizerFiles | None:
-    """The tokenizer at `path`, or where none is given the one whose files are in the folder `beside`, or None."""
+    """The tokenizer at `path`, or where none is given the one whose files are in the folder `beside`, or None.
+
+    Raises:
+        ValueError: see `TokenizerFiles`; that at `path` is of another family, or differs from the one beside.
+    """
     has_own = any((beside / name).is_file() for name in _VOCABULARIES)
-    return TokenizerFiles(path or beside, config) if path is not None or has_own else None
+    own = TokenizerFiles(beside, config) if has_own else None
+    if path is None:
+        return own
+    given = TokenizerFiles(path, config)
+    family_of(config.family).corpus.check_tokens("tokenizer_path", str(path), given.ids)
+    if own is not None:
+        is_other = "has other tokens" if own.ids != given.ids else _encodes_otherwise(path, beside, config)
+        if is_other:
+            raise CheckpointError(
+                f"`tokenizer_path` must be the model's tokenizer, but {path} {is_other} than the files in {beside}; "
+                "leave it out to take those"
+            )
+    return given
+
+
+def _encodes_otherwise(path: str | Path, beside: Path, config: TransformerConfig) -> str:
+    """Say that files with the same tokens encode texts differently, as a cased and an uncased BERT do; else empty."""
+    from ..data.tokenizer import load_published_tokenizer
+
+    kind = family_of(config.family).corpus.tokenizer
+    try:
+        given, own = (load_published_tokenizer(TokenizerConfig(kind, path=str(each))) for each in (path, beside))
+    except ValueError as error:
+        raise CheckpointError(f"`tokenizer_path` must name valid files, but {error}") from None
+    return "" if given.encodes_as(own) else "encodes texts differently"

@@ -267,5 +267,5 @@ def remove_unfinished(folder: str | Path) -> None:
     replaced = [path for path in folder.glob(f"step_*{REPLACED}") if path.with_suffix("").exists()]
     for path in [*folder.glob(".step_*.unfinished"), *folder.glob(".step_*.deleting"), *replaced]:
         shutil.rmtree(path, ignore_errors=True)
-    for path in folder.glob(".*.shared"):  # of `ShardedCheckpointStrategy.check_shared`
+    for path in folder.glob(".*.shared"):  # of `Ranks.check_shared`
         path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ BERT has three. Rows of the padded vocabulary are ours alone. Every view is a pe
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,23 @@ def pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
 
 
 @dataclass(frozen=True)
+class TaskHead:
+    """A head of transformers for finetuning tasks, whose linear layer is our `head`.
+
+    Args:
+        suffix: of the class, after the name of the model.
+        linear: their name of the layer.
+        has_choices: inputs are [b, c, s], with c sequences per item.
+        has_pooler: it reads the pooler's output; without it, files of older versions may still have a pooler.
+    """
+
+    suffix: str
+    linear: str
+    has_choices: bool = False
+    has_pooler: bool = True
+
+
+@dataclass(frozen=True)
 class HuggingFaceModel:
     """A model of transformers and its tensors.
 
@@ -78,13 +95,16 @@ class HuggingFaceModel:
         keys: their configuration key -> our field.
         prefix: of the tensors that the plain model (without heads) has too, and saves without it.
         layers: their name of the list of layers; ours is `transformer.layers`.
-        outer, layer: rows outside the layers, and of each layer below its index.
+        outer, layer: rows outside the layers, and of each layer below its index; those of all heads, of which a model
+            has some.
         aliases: tensors that must equal another one if a file has both; all have a row per token id.
         ignored: constant buffers in files of older versions.
         new_heads: our prefixes that the file of a plain model lacks and that can be initialized for training.
         token_ids: function of the tokenizer's ids (None without one) and our config: the ids in its configuration.
         positions: their position embedding.
         readouts: our prefixes of what takes the output factor of a parametrization in its place.
+        task_heads: heads for finetuning by the kind of task.
+        head: that of this model; None: those of pretraining.
     """
 
     model_type: str
@@ -101,6 +121,26 @@ class HuggingFaceModel:
     positions: str
     readouts: tuple[str, ...]
     new_heads: tuple[str, ...] = ()
+    task_heads: dict[str, TaskHead] = field(default_factory=dict)
+    head: TaskHead | None = None
+
+    def with_head(self, kind: str) -> "HuggingFaceModel":
+        """The model with the head of a kind of task beside those of pretraining.
+
+        Raises:
+            ValueError: transformers has no such head.
+        """
+        head = self.task_heads.get(kind)
+        if head is None:
+            raise ValueError(f"a finetuned model must be a BERT for Hugging Face, but is a {self.model_type}")
+        name = self.model_class.partition("For")[0] + head.suffix
+        pooler = "" if head.has_pooler else rf"|{re.escape(self.prefix)}pooler\..*"
+        ignored, outer = re.compile(self.ignored.pattern + pooler), (*self.outer, *pair(head.linear, "head"))
+        return replace(self, model_class=name, outer=outer, ignored=ignored, head=head)
+
+    def kind_of(self, architectures: Any) -> str | None:
+        """The kind of task of a `config.json` with these `architectures`; None: none of `task_heads`."""
+        return next((kind for kind in self.task_heads if architectures == [self.with_head(kind).model_class]), None)
 
     def rows(self, config: TransformerConfig) -> list[Row]:
         """All rows of a model, those of the same tensor of ours adjacent."""
@@ -128,7 +168,8 @@ class HuggingFaceModel:
     def full_name(self, name: str) -> str:
         """A file's tensor name as in the model with heads: with the prefix, and with current LayerNorm names."""
         name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        return name if name.startswith((self.prefix, "lm_head.", "cls.")) else self.prefix + name
+        heads = {f"{head.linear}." for head in self.task_heads.values()}
+        return name if name.startswith((self.prefix, "lm_head.", "cls.", *heads)) else self.prefix + name
 
     def their_key(self, field: str) -> str:
         """Their configuration key for a field of `TransformerConfig`."""

@@ -2,5 +2,5 @@
 
 from .encoding import Tokenizer, read_tokenizer, write_tokenizer
 from .loading import DEFAULT_VOCAB_SIZE, check_tokenizer, load_published_tokenizer, load_tokenizer
-from .published import BERT_SPECIALS, END_OF_TEXT
+from .published import BERT_SPECIALS, END_OF_TEXT, UNKNOWN
 from .training import train_tokenizer

@@ -53,10 +53,14 @@ def load_published_tokenizer(config: TokenizerConfig, architecture: str | None =
         architecture: the family that it must suit; None: any.
 
     Raises:
-        ValueError: files are missing or unreadable, the kind does not suit the model, or the hub is unreachable.
+        ValueError: files are missing or unreadable, they are those of another family, the kind does not suit the
+            model, or the hub is unreachable.
     """
-    check_tokenizer(config, architecture or corpus_forms()[config.kind].name)
+    form = corpus_forms()[config.kind]
+    check_tokenizer(config, architecture or form.name)
     inner = read_published(config)
+    key = "tokenizer.path" if config.path is not None else "tokenizer.name"
+    form.check_tokens(key, config.path or config.name or form.hub_name, inner.get_vocab())
     # A published tokenizer.json may truncate or pad to one model's length; documents must stay whole.
     inner.no_truncation()
     inner.no_padding()
@@ -75,6 +79,8 @@ def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
     if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
         raise ValueError(too_small("tokenizer.vocab_size", size))
     if config.kind != "trained" and config.kind != form.tokenizer:
-        raise ValueError(f"`tokenizer` must suit the model ({form.name}), but is {config.kind}")
+        raise ValueError(
+            f"`tokenizer` must suit the model ({form.name}), but is {config.kind}; {form.tokenizer} and trained do"
+        )
     if config.kind != "trained" and config.path is not None and not os.path.exists(config.path):
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")

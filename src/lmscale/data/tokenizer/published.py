@@ -9,17 +9,18 @@ import contextlib
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ...config.data import TokenizerConfig
 from ...config.family import corpus_forms
 from ...text.documents import reason_of
 from ..sources import can_reach_hub
 from .settings import ADDED, CONFIG, SPECIAL, Settings
-from .vocabulary import read_merges, read_vocabulary, read_whole
+from .vocabulary import read_bpe, read_vocabulary, read_whole
 
 END_OF_TEXT = "<|endoftext|>"
-BERT_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+UNKNOWN = "[UNK]"
+BERT_SPECIALS = ("[PAD]", UNKNOWN, "[CLS]", "[SEP]", "[MASK]")
 WHOLE = "tokenizer.json"
 _BPE_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 _VOCABULARIES = ("vocab.txt", *_BPE_FILES[1])
@@ -60,6 +61,25 @@ def wordpiece(model: models.WordPiece, **normalizer: bool | None) -> tokenizers.
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return tokenizer
+
+
+def byte_level(model: models.BPE, **splitter: bool | None) -> tokenizers.Tokenizer:
+    """Build GPT-2's tokenizer around a BPE of bytes; a text gets no space before it, unless the arguments say so."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False} | splitter)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def frame_inputs(tokenizer: tokenizers.Tokenizer) -> None:
+    """Let transformers build inputs as BERT is trained on: [CLS] A [SEP] B [SEP], with token types 0 and 1.
+
+    This package itself encodes without special tokens. `BertProcessing` marks a frame of ours, which a fingerprint
+    ignores; published files have a `TemplateProcessing`. A vocabulary without the two tokens is left as it is.
+    """
+    cls, sep = ((token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]"))
+    if None not in (*cls, *sep):
+        tokenizer.post_processor = processors.BertProcessing(sep, cls)
 
 
 def _check_equal(tokenizer: tokenizers.Tokenizer, vocabulary: Path) -> None:
@@ -104,9 +124,10 @@ def _read_wordpiece(path: Path, settings: Settings) -> tokenizers.Tokenizer:
         raise ValueError(
             f"`tokenizer.path` must be a vocab.txt, a tokenizer.json or the folder of one, but {path} is not"
         )
-    model = models.WordPiece(read_vocabulary(file), unk_token="[UNK]")
+    model = models.WordPiece(read_vocabulary(file), unk_token=UNKNOWN)
     tokenizer = wordpiece(model, **settings.arguments())
     tokenizer.add_special_tokens([token for token in BERT_SPECIALS if tokenizer.token_to_id(token) is not None])
+    frame_inputs(tokenizer)
     return tokenizer
 
 
@@ -118,13 +139,11 @@ def _read_bpe(path: Path, settings: Settings) -> tokenizers.Tokenizer:
             f"vocab.json and merges.txt, but {path} is not"
         )
     vocab, merges = (path / name for name in found[0])
-    tokens, pairs = read_vocabulary(vocab), read_merges(merges)
+    tokens, pairs = read_bpe(vocab, merges, [*settings.specials, *(token.content for token in settings.added.values())])
     try:
         model = models.BPE(tokens, pairs)
     except Exception as error:  # the library raises bare Exception for a merge of unknown tokens
         raise ValueError(f"{merges} must hold merges of the tokens of {vocab}, but: {error}") from None
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**settings.arguments())
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = byte_level(model, **settings.arguments())
     tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer

@@ -12,7 +12,7 @@ from .vocabulary import read_ids, read_object
 CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 
 # Keys that change the ids of a text: the argument that honours each, and its value where the key is not set.
-_ARGUMENTS: dict[str, dict[str, tuple[str, bool | None]]] = {
+ARGUMENTS: dict[str, dict[str, tuple[str, bool | None]]] = {
     "wordpiece": {
         "do_lower_case": ("lowercase", True),
         "strip_accents": ("strip_accents", None),
@@ -22,22 +22,24 @@ _ARGUMENTS: dict[str, dict[str, tuple[str, bool | None]]] = {
     "bpe": {"add_prefix_space": ("add_prefix_space", False)},
 }
 # What takes the arguments, and the classes of transformers that build it from a vocabulary.
-_PARTS = {"wordpiece": ("normalizer", normalizers.BertNormalizer), "bpe": ("pre_tokenizer", pre_tokenizers.ByteLevel)}
-_CLASSES = {
+PARTS = {"wordpiece": ("normalizer", normalizers.BertNormalizer), "bpe": ("pre_tokenizer", pre_tokenizers.ByteLevel)}
+CLASSES = {
     "wordpiece": ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer"),
     "bpe": ("GPT2Tokenizer",),
 }
 # Further keys that can change the ids, with the values that do not. The other algorithm's keys must be null or false.
-_NEUTRAL = {"do_basic_tokenize": (None, True), "never_split": (None, [])}
+_NEUTRAL = {"do_basic_tokenize": (None, True), "never_split": (None, []), "wordpieces_prefix": (None, "##")}
 _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # Keys that cannot: special tokens, which never occur in a text, truncation and padding, decoding, names of files.
 _WITHOUT_EFFECT = {
     *_ROLES,
     *"""_commit_hash add_bos_token add_eos_token added_tokens_decoder additional_special_tokens auto_map backend
-    chat_template clean_up_tokenization_spaces errors extra_special_tokens full_tokenizer_file init_inputs is_local
-    local_files_only max_len max_length model_input_names model_max_length name_or_path pad_to_multiple_of pad_token_id
-    pad_token_type_id padding_side processor_class special_tokens_map_file split_special_tokens stride tokenizer_class
-    tokenizer_file trim_offsets truncation_side truncation_strategy use_fast vocab_file vocab_size""".split(),
+    cache_dir chat_template clean_up_tokenization_spaces device_map errors extra_special_tokens from_slow
+    full_tokenizer_file init_inputs is_local local_files_only mask_padding_with_zero max_len max_length
+    model_input_names model_max_length name_or_path pad_to_multiple_of pad_token_id pad_token_type_id padding
+    padding_side processor_class return_attention_mask return_token_type_ids special_tokens_map_file
+    split_special_tokens stride tokenizer_class tokenizer_file trim_offsets truncation truncation_side
+    truncation_strategy use_fast vocab_file vocab_size""".split(),
 }
 
 
@@ -67,11 +69,11 @@ class Settings:
         for role, token in form.token_roles.items():
             if _content(self.values.get(role)) not in (None, token):
                 self._refuse(role, f"be {token}", self.values[role])
-        others = {key for algorithm, keys in _ARGUMENTS.items() if algorithm != form.algorithm for key in keys}
+        others = {key for algorithm, keys in ARGUMENTS.items() if algorithm != form.algorithm for key in keys}
         for key in self.values.keys() & (others | set(_NEUTRAL)):
             if self.values[key] not in (allowed := _NEUTRAL.get(key, (None, False))):
                 self._refuse(key, f"be {allowed[-1]}", self.values[key])
-        for key, (_, default) in _ARGUMENTS[form.algorithm].items():
+        for key, (_, default) in ARGUMENTS[form.algorithm].items():
             if type(value := self.values.get(key, default)) is not bool and value is not default:
                 self._refuse(key, "be true or false", value)
 
@@ -82,12 +84,13 @@ class Settings:
             ValueError: a different class builds the tokenizer, or a key is not known here.
         """
         if not self._has_known_class():
-            classes = ", ".join(_CLASSES[self.form.algorithm])
+            classes = ", ".join(CLASSES[self.form.algorithm])
             self._refuse("tokenizer_class", f"be {classes} without a tokenizer.json", self.values["tokenizer_class"])
-        honoured = _ARGUMENTS[self.form.algorithm]
-        for key in sorted(self.values.keys() - honoured.keys() - _NEUTRAL.keys() - _WITHOUT_EFFECT):
-            if self.values[key]:
-                self._refuse(key, "be deleted if it changes no ids, because it is not known here", self.values[key])
+        honoured = ARGUMENTS[self.form.algorithm]
+        others = sorted(self.values.keys() - honoured.keys() - _NEUTRAL.keys() - _WITHOUT_EFFECT)
+        if unknown := [f"`{key}` ({self.values[key]!r})" for key in others if self.values[key]]:
+            listed = ", ".join(unknown)
+            raise ValueError(f"{self.folder / CONFIG} has keys not known here: {listed}; delete those without effect")
         return {argument: self.values.get(key, default) for key, (argument, default) in honoured.items()}
 
     def add_tokens(self, tokenizer: tokenizers.Tokenizer) -> None:
@@ -113,12 +116,12 @@ class Settings:
         """
         if not (self.folder / CONFIG).is_file():
             return
-        name, kind = _PARTS[self.form.algorithm]
+        name, kind = PARTS[self.form.algorithm]
         part, known = getattr(tokenizer, name), self._has_known_class()
         if known and not isinstance(part, kind):
             expected = f"be PreTrainedTokenizerFast, because the {name} of tokenizer.json is not {kind.__name__}"
             self._refuse("tokenizer_class", expected, self.values.get("tokenizer_class"))
-        for key, (argument, default) in _ARGUMENTS[self.form.algorithm].items():
+        for key, (argument, default) in ARGUMENTS[self.form.algorithm].items():
             if isinstance(part, kind) and (known or key in self.values):
                 stated, found = self.values.get(key, default), getattr(part, argument)
                 if stated != found:
@@ -147,7 +150,7 @@ class Settings:
 
     def _has_known_class(self) -> bool:
         name = self.values.get("tokenizer_class")
-        return name is None or str(name).removesuffix("Fast") in _CLASSES[self.form.algorithm]
+        return name is None or str(name).removesuffix("Fast") in CLASSES[self.form.algorithm]
 
     def _refuse(self, key: str, rule: str, value: Any) -> NoReturn:
         raise ValueError(f"`{key}` of {self.folder / CONFIG} must {rule}, but is {value!r}")

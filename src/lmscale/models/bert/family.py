@@ -26,6 +26,7 @@ FAMILY = Family(
     is_causal=False,
     gelu="erf",
     transformer_inputs=("tokens", "token_types", "attention_mask"),
+    loss_inputs=("labels", "sop_labels"),
     num_token_types=2,  # sentence A and sentence B
     has_pooler=True,
     scored_share=MASKED_SHARE,

@@ -4,7 +4,7 @@ import re
 from functools import partial
 
 from ...config import TransformerConfig
-from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, HuggingFaceModel, Row, pair
+from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, HuggingFaceModel, Row, TaskHead, pair
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -61,7 +61,12 @@ _model = partial(
     new_heads=("pooler.", "lm_head.", "order_head."),
     token_ids=_token_ids,
     positions="bert.embeddings.position_embeddings.weight",
-    readouts=("lm_head.norm.", "order_head.weight"),
+    readouts=("lm_head.norm.", "order_head.weight", "head.weight"),
+    task_heads={
+        "classification": TaskHead("ForSequenceClassification", "classifier"),
+        "choice": TaskHead("ForMultipleChoice", "classifier", has_choices=True),
+        "span": TaskHead("ForQuestionAnswering", "qa_outputs", has_pooler=False),
+    },
 )
 POST_NORM = _model(
     model_type="bert",

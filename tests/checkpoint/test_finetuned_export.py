@@ -1,0 +1,359 @@
+"""A finetuned run as a folder that transformers alone loads: our ids, logits and classes, through files."""
+
+import csv
+import gzip
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import GPT, change_metadata, edit_config, edit_tensors, family_config
+from finetune_runs import make_checkpoint, make_run, read_logits, run_finetunings, run_here
+
+from lmscale.checkpoint import CheckpointError, hf_conversion, read_metadata
+from lmscale.checkpoint.hf_config import config_to_hf
+from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
+from lmscale.checkpoint.metadata import latest_checkpoint
+from lmscale.checkpoint.tokenizer_files import TokenizerFiles
+from lmscale.config import TransformerConfig
+from lmscale.config.data import TokenizerConfig
+from lmscale.config.finetune import FinetuneConfig
+from lmscale.data.tokenizer import load_published_tokenizer
+from lmscale.finetune.finetuning import prepare_job
+from lmscale.finetune.outputs import read_outputs
+from lmscale.finetune.publishing import read_head, read_published_head
+from lmscale.finetune.tasks import benchmark_of, read_examples
+from lmscale.models.hugging_face import model_of
+
+HEADS = {"mnli": "SequenceClassification", "qqp": "SequenceClassification", "race": "MultipleChoice"}
+HEADS |= dict.fromkeys(("squad_v1", "squad_v2"), "QuestionAnswering")
+PREFIX = {"pre": "MegatronBert", "post": "Bert"}
+SAVED = {"trainer__save": True, "precision__dtype": "fp32"}
+BASES = {"base_hidden_size": 8, "base_head_size": 4, "base_num_layers": 1}
+
+
+def publish(run: FinetuneConfig, name: str = "published", **settings) -> Path:
+    path = latest_checkpoint(run.run_dir)
+    return export_hugging_face(path, Path(run.run_dir) / name, head=read_head(path), **settings)
+
+
+def real_rows(data: Path, name: str, folder: Path) -> Path:
+    """The first rows of a published development set in its own layout."""
+    if name == "race":
+        with gzip.open(data / "race/race_dev.jsonl.gz", "rt", encoding="utf-8") as file:
+            text = "".join(next(file) for _ in range(6))
+        path = folder / "race.jsonl"
+    elif name in ("mnli", "qqp"):
+        source = {"mnli": "mnli/dev_matched.shared.tsv", "qqp": "qqp/with_ids.shared.tsv"}[name]
+        text = "".join((data / source).read_text(encoding="utf-8").splitlines(keepends=True)[:60])
+        path = folder / f"{name}.tsv"
+    else:
+        values = json.loads((data / f"squad/dev-v{name[-1]}.{2 - int(name[-1])}.shared.json").read_text("utf-8"))
+        values["data"] = [{**values["data"][0], "paragraphs": values["data"][0]["paragraphs"][:3]}]
+        text, path = json.dumps(values), folder / f"{name}.json"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def finetuned(request, shared_data, tmp_path_factory) -> dict[str, tuple[FinetuneConfig, str]]:
+    """A finetuning of every task on real rows, and its norm order: over both layouts, every head has both orders."""
+    folder, tp_size = tmp_path_factory.mktemp("real"), request.param
+    tokenizer = load_published_tokenizer(TokenizerConfig("bert", path=str(shared_data / "bert-uncased")), "bert")
+    sizes = {"max_position_embeddings": 128, "initializer_std": 0.2, "tokenizer": tokenizer}
+    ckpts = {
+        "pre": make_checkpoint(folder / "pre", norm_order="pre", parametrization="completep", **BASES, **sizes),
+        "post": make_checkpoint(folder / "post", norm_order="post", **sizes),
+    }
+    runs = {}
+    for number, name in enumerate(HEADS):
+        order = ("pre", "post")[(number + tp_size) % 2]
+        (folder / name).mkdir()
+        place = str(real_rows(shared_data, name, folder))
+        lengths = {"task__max_seq_length": 96}
+        lengths |= {"task__max_query_length": 40, "task__doc_stride": 32} if name.startswith("squad") else {}
+        lengths |= {"task__max_qa_length": 64} if name == "race" else {}
+        learned = {"trainer__num_epochs": 8, "trainer__score_every_epoch": False, "optimizer__lr": 5e-3}
+        sets = {"task__train": place, "task__validation": {"dev": place}, "parallel__tp_size": tp_size}
+        runs[name] = make_run(name, folder / name, ckpts[order], **sets, **lengths, **learned, **SAVED), order
+    run_finetunings([run for run, _ in runs.values()], tp_size)
+    return runs
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_folder_gives_our_logits_and_ids_of_real_rows(finetuned, name: str) -> None:
+    run, order = finetuned[name]
+    folder = publish(run)
+    auto = getattr(transformers, f"AutoModelFor{HEADS[name]}")
+    model, report = auto.from_pretrained(folder, output_loading_info=True)
+    assert type(model).__name__ == f"{PREFIX[order]}For{HEADS[name]}" and not any(report.values()), report
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    outputs = read_outputs(Path(run.run_dir) / "predictions" / "dev")
+    features, per_item = outputs.features, outputs.features.num_choices
+    logits = np.concatenate([row.ravel() for row in outputs.logits])
+    assert np.ptp(logits) > 1.0  # or equal logits would prove little
+    for item, expected in enumerate(outputs.logits):
+        bounds = features.starts[item * per_item : (item + 1) * per_item + 1]
+        parts = [features.tokens[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]
+        rows = [torch.tensor(part, dtype=torch.int64) for part in parts]
+        firsts = features.second_starts[item * per_item : (item + 1) * per_item]
+        types = [(torch.arange(len(row)) >= first).long() for row, first in zip(rows, firsts, strict=True)]
+        masks = [torch.ones_like(row) for row in rows]
+        columns = {"input_ids": rows, "token_type_ids": types, "attention_mask": masks}
+        inputs = {key: torch.nn.utils.rnn.pad_sequence(value, True) for key, value in columns.items()}
+        with torch.inference_mode():
+            found = model(**{key: value[None] if per_item > 1 else value for key, value in inputs.items()})
+        theirs = [found.start_logits, found.end_logits] if name.startswith("squad") else [found.logits]
+        assert np.abs(np.concatenate([part.numpy() for part in theirs]) - expected).max() < 1e-5
+    examples, _ = read_examples(run.task, run.task.validation["dev"])
+    windows = features.window_examples if features.window_examples is not None else range(len(examples))
+    for number, example in enumerate(examples):
+        if name.startswith("squad"):
+            texts = [(example.question, example.context)]
+        elif name == "race":
+            gap = "_" in example.question
+            joined = [example.question.replace("_", o) if gap else f"{example.question} {o}" for o in example.options]
+            texts = [(first, example.article) for first in joined]
+        else:
+            texts = [(example.first, example.second)]
+        sequence = list(windows).index(number) * per_item
+        for place, (first, second) in enumerate(texts, start=sequence):
+            ids = features.tokens[features.starts[place] : features.starts[place + 1]].tolist()
+            assert tokenizer(first, second, truncation="only_second")["input_ids"] == ids
+    assert any(np.diff(features.starts) == 96) == (name not in ("mnli", "qqp"))  # some were truncated
+
+
+@pytest.mark.parametrize("name, file", [("mnli", "MNLI-m.tsv"), ("qqp", "QQP.tsv")])
+def test_the_pipeline_gives_our_classes(finetuned, name: str, file: str) -> None:
+    run, _ = finetuned[name]
+    classify = transformers.pipeline("text-classification", model=str(publish(run, "again")), truncation="only_second")
+    examples, _ = read_examples(run.task, run.task.validation["dev"])
+    found = classify([{"text": each.first, "text_pair": each.second} for each in examples], top_k=None)
+    predictions = Path(run.run_dir) / "predictions" / "dev"
+    with (predictions / file).open(encoding="utf-8") as rows:
+        expected = [row["prediction"] for row in csv.DictReader(rows, delimiter="\t", quoting=csv.QUOTE_NONE)]
+    assert [scores[0]["label"] for scores in found] == expected
+    probabilities = torch.tensor(np.array(read_outputs(predictions).logits)).softmax(dim=1)
+    for scores, row in zip(found, probabilities, strict=True):
+        by_class = {each["label"]: each["score"] for each in scores}
+        assert [by_class[label] for label in benchmark_of(run.task).classes] == pytest.approx(row.tolist(), abs=1e-5)
+
+
+def score_again(run: FinetuneConfig, ckpt: Path, folder: Path, **changes) -> FinetuneConfig:
+    """The run with another checkpoint, scored as it is."""
+    values = run.to_dict() | {"ckpt": str(ckpt), "run_dir": str(folder / "scored")} | changes
+    values["trainer"] |= {"num_epochs": 0}
+    values["parallel"] |= {"tp_size": 1}
+    return FinetuneConfig.from_dict(values)
+
+
+def take_back(folder: Path, target: Path, tp_size: int = 1) -> Path:
+    import_hugging_face(folder, target, tp_size, head=read_published_head(folder))
+    return target
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_published_run_comes_back_with_its_logits_at_another_layout(finetuned, tmp_path, name: str) -> None:
+    run, _ = finetuned[name]
+    folder = publish(run, "to_come_back")
+    values = json.loads((folder / "config.json").read_text())
+    ours = take_back(folder, tmp_path / "ours", 4 // run.parallel.tp_size)
+    again = score_again(run, ours, tmp_path)
+    assert run_here(again) == 0
+    assert np.abs(read_logits(again) - read_logits(run)).max() < 1e-5
+    with pytest.raises(CheckpointError, match="must have been finetuned here to be published, but its head is from "):
+        read_head(latest_checkpoint(ours))
+    assert values["architectures"][0] in {f"{prefix}For{HEADS[name]}" for prefix in PREFIX.values()}
+
+
+ORDERS = (["neutral", "contradiction", "entailment"], ["entailment", "neutral", "contradiction"])
+
+
+@pytest.mark.parametrize("labels", ORDERS)
+@pytest.mark.parametrize("order", PREFIX)
+def test_a_model_of_transformers_is_scored_whatever_the_order_of_its_classes(ckpts, tmp_path, order, labels) -> None:
+    classes = {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
+    theirs, tokenizer = save_classifier(tmp_path / "theirs", ckpts[order], order, **classes)
+    run = make_run("mnli", tmp_path, take_back(tmp_path / "theirs", tmp_path / "ours"), trainer__num_epochs=0)
+    assert run_here(run) == 0
+    examples, _ = read_examples(run.task, run.task.validation["dev"])
+    inputs = tokenizer([e.first for e in examples], [e.second for e in examples], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        expected = theirs(**inputs).logits.numpy()[:, [labels.index(name) for name in benchmark_of(run.task).classes]]
+    assert np.abs(read_logits(run) - expected).max() < 1e-5 < np.ptp(expected, axis=0).min()
+    # the head is the start of a finetuning too, and the next checkpoint has the task's order
+    more = make_run("mnli", tmp_path, tmp_path / "ours", run="more", optimizer__lr=1e-9, **SAVED)
+    assert run_here(more) == 0
+    assert np.abs(read_logits(more) - expected).max() < 1e-5
+    again = make_run("mnli", tmp_path, Path(more.run_dir), run="again", trainer__num_epochs=0)
+    assert run_here(again) == 0
+    assert np.abs(read_logits(again) - expected).max() < 1e-5
+
+
+def save_classifier(folder: Path, ckpt: Path, order: str, **settings) -> tuple:
+    """A random classifier with the sizes and the tokenizer of a checkpoint, saved by transformers."""
+    config = TransformerConfig.from_dict(read_metadata(latest_checkpoint(ckpt)).model)
+    torch.manual_seed(3)
+    published = config_to_hf(config, "float32", {"pad_token_id": 0}, **settings)
+    model = getattr(transformers, f"{PREFIX[order]}ForSequenceClassification")(published).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.3)
+    model.save_pretrained(folder)
+    TokenizerFiles(ckpt / "tokenizer", config).copy_to(folder)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_other_classes_need_a_task_that_names_them(ckpts, tmp_path) -> None:
+    save_classifier(tmp_path / "theirs", ckpts["post"], "post")
+    ours = take_back(tmp_path / "theirs", tmp_path / "ours")
+    with pytest.raises(ValueError, match="was finetuned on the classes LABEL_0, LABEL_1, not 0, 1 .`id2label` of"):
+        prepare_job(make_run("qqp", tmp_path, ours, trainer__num_epochs=0))
+    edit_config(tmp_path / "theirs", model_type=None, architectures=["BertForMaskedLM"])
+    assert read_published_head(tmp_path / "theirs") is None  # as configurations of 2019
+    with pytest.raises(ValueError, match="was finetuned on classification"):
+        prepare_job(make_run("race", tmp_path, ours, trainer__num_epochs=0))
+    own = {"task__name": "own", "task__columns": OWN, "task__labels": ["LABEL_0", "LABEL_1"]}
+    assert run_here(make_run("qqp", tmp_path, ours, trainer__num_epochs=0, **own)) == 0
+
+
+def test_the_pooler_that_old_files_of_squad_have_is_not_read(ckpts, tmp_path) -> None:
+    run = make_run("squad_v1", tmp_path, ckpts["post"], **SAVED)
+    assert run_here(run) == 0
+    folder = publish(run)
+    edit_tensors(folder, lambda tensors: tensors.update({"bert.pooler.dense.weight": torch.ones(32, 32)}))
+    ours = take_back(folder, tmp_path / "ours")
+    again = score_again(run, ours, tmp_path)
+    assert run_here(again) == 0 and np.abs(read_logits(again) - read_logits(run)).max() < 1e-5
+    edit_tensors(folder, lambda tensors: tensors.update({"cls.predictions.bias": torch.ones(32)}))
+    with pytest.raises(CheckpointError, match="no tensor of ours takes cls.predictions.bias"):
+        take_back(folder, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"num_labels": 1}, "must have one of several classes per input, but config.json has 1 labels"),
+        ({"problem_type": "multi_label_classification"}, "but config.json has multi_label_classification"),
+        (
+            {"id2label": {0: "a", 1: "a"}},
+            "`id2label` of config.json must name each class once, as text, but is {0: 'a', 1: 'a'}",
+        ),
+        (
+            {"id2label": {0: "a", 2: "b"}},
+            "`id2label` of config.json must name each class once, as text, but is {0: 'a', 2: 'b'}",
+        ),
+        ({"id2label": {0: 0, 1: 1}}, "must name each class once, as text, but is {0: 0, 1: 1}"),
+        (
+            {"id2label": {0: "a", 1: "b"}, "label2id": {"a": 1, "b": 0}},
+            "`label2id` of config.json must number the classes as `id2label`, {0: 'a', 1: 'b'}, "
+            "but is {'a': 1, 'b': 0}",
+        ),
+    ],
+)
+def test_a_classifier_that_ours_is_not_is_refused_in_one_line(ckpts, tmp_path, settings, message) -> None:
+    save_classifier(tmp_path / "theirs", ckpts["post"], "post")
+    edit_config(tmp_path / "theirs", **({"id2label": {"0": "x"}} if "num_labels" in settings else settings))
+    with pytest.raises(CheckpointError) as caught:
+        read_published_head(tmp_path / "theirs")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def ckpts(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("ckpts")
+    return {order: make_checkpoint(folder / order, norm_order=order) for order in PREFIX}
+
+
+@pytest.fixture(scope="module")
+def run(ckpts, tmp_path_factory) -> FinetuneConfig:
+    run = make_run("qqp", tmp_path_factory.mktemp("run"), ckpts["post"], head_dropout=0.3, **SAVED)
+    assert run_here(run) == 0
+    return run
+
+
+OWN = {"id": "id", "first": "question1", "second": None, "label": "is_duplicate"}
+
+
+@pytest.mark.parametrize("name", ["own", "qqp", "race", "squad_v1", "squad_v2"])
+def test_the_example_of_the_card_runs_as_it_is_written(ckpts, tmp_path, monkeypatch, capsys, name: str) -> None:
+    changes = {"task__name": "own", "task__columns": OWN, "task__labels": ["0", "1"]} if name == "own" else {}
+    run = make_run("qqp" if name == "own" else name, tmp_path, ckpts["pre"], **changes, **SAVED)
+    assert run_here(run) == 0
+    capsys.readouterr()
+    monkeypatch.chdir(run.run_dir)
+    card = (publish(run) / "README.md").read_text(encoding="utf-8")
+    exec(card.split("```python\n")[1].split("```")[0], {})
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert f"| {run.task.name}/" in card and "| task | " in card and "| examples of" not in card
+
+
+def test_the_dropout_of_the_head_is_kept_or_said_to_change_no_evaluation(run, ckpts, tmp_path, caplog) -> None:
+    assert transformers.AutoConfig.from_pretrained(publish(run, "kept")).classifier_dropout == 0.3
+    pre = make_run("qqp", tmp_path, ckpts["pre"], head_dropout=0.3, **SAVED)
+    assert run_here(pre) == 0
+    with caplog.at_level(logging.INFO):
+        values = json.loads((publish(pre) / "config.json").read_text())
+    assert "classifier_dropout" not in values
+    assert "MegatronBertForSequenceClassification has no dropout of its own before the head (here 0.3)" in caplog.text
+
+
+def lose_task(values: dict) -> None:
+    del values["run"]["task"]
+
+
+def change_head(values: dict) -> None:
+    values["run"]["task"] |= {"name": "own", "columns": OWN, "labels": ["a", "b", "c"]}
+
+
+FOREIGN = {
+    "no task": (lose_task, "has an invalid finetuning (KeyError: 'task')"),
+    "an unknown task": (lambda v: v["run"]["task"].update(name="glue"), "`task.name` must be one of mnli, "),
+    "no scores": (lambda v: v["state"].update(finetune=[]), "has an invalid finetuning (TypeError: "),
+    "a score that is no number": (lambda v: v["state"]["finetune"].update(metrics={"a": "x"}), "could not convert"),
+    "more classes than outputs": (change_head, "model/head.weight must be (3, 32), but is (2, 32)"),
+    "another family": (lambda v: v["model"].update(family="gpt"), "is of a model without"),
+    "an embedding dropout": (lambda v: v["model"].update(embedding_dropout=0.4), "`embedding_dropout` of a BERT must"),
+}
+
+
+@pytest.mark.parametrize("mistake", FOREIGN)
+def test_a_foreign_checkpoint_is_refused_in_one_line(run, tmp_path, mistake: str) -> None:
+    change, message = FOREIGN[mistake]
+    path = latest_checkpoint(run.run_dir)
+    copy = tmp_path / path.name
+    copy.mkdir()
+    for file in path.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    change_metadata(copy, change)
+    with pytest.raises(CheckpointError) as caught:
+        export_hugging_face(copy, tmp_path / "target", head=read_head(copy))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == [copy]
+
+
+def test_a_finetuned_gpt_has_no_class() -> None:
+    with pytest.raises(ValueError, match="a finetuned model must be a BERT for Hugging Face, but is a gpt2"):
+        model_of(family_config(GPT)).with_head("classification")
+
+
+@pytest.mark.parametrize("spoilt", ["classifier.weight", "classifier.bias", "bert.pooler.dense.bias"])
+def test_one_wrong_number_in_the_head_is_noticed(run, tmp_path, monkeypatch, spoilt: str) -> None:
+    original: Callable = hf_conversion._read_theirs
+
+    def change(*arguments):
+        for name, tensor in original(*arguments):
+            if name == spoilt:
+                tensor = tensor.clone()
+                tensor[-1] += 0.1
+            yield name, tensor
+
+    monkeypatch.setattr(hf_conversion, "_read_theirs", change)
+    path = latest_checkpoint(run.run_dir)
+    with pytest.raises(CheckpointError, match="does not compute the same"):
+        export_hugging_face(path, tmp_path / "target", head=read_head(path))
+    assert list(tmp_path.iterdir()) == []
