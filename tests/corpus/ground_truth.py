@@ -10,12 +10,15 @@ import numpy as np
 
 from lmscale.corpus.duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
 from lmscale.corpus.minhash import band_hashes
-from lmscale.corpus.shingles import shingle_sets
+from lmscale.corpus.shingles import UNSPACED, shingle_sets
+
+_ALONE = "".join(f"{chr(first)}-{chr(last)}" for first, last in UNSPACED)
+_WORDS = re.compile(rf"(?![{_ALONE}])\w(?:(?![{_ALONE}])\w)*|(?=[{_ALONE}])\w")
 
 
 def plain_shingles(text: str, n: int) -> set:
     """`shingle_sets` in plain Python."""
-    words = re.findall(r"\w+", text.lower())
+    words = _WORDS.findall(text.lower())
     if not words:
         return {text.lower().strip()}
     if len(words) < n:

@@ -45,17 +45,31 @@ WHOLE_FILE_READERS = pytest.mark.parametrize(
 
 @WHOLE_FILE_READERS
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
-def test_a_byte_order_mark_is_stripped_and_only_lf_and_crlf_end_lines(folder, text: Callable, pack) -> None:
+def test_a_byte_order_mark_is_stripped_and_unicodes_other_separators_end_no_line(folder, text: Callable, pack) -> None:
     path = folder / {bytes: "a.txt", gzip.compress: "a.txt.gz"}.get(pack, "a.txt.zst")
     path.write_bytes(pack("\ufeff = A = \r\n\r\nb\u2028c\u0085d\x0be\x0cf\r\n".encode()))
     assert text(path).lstrip() == " = A = \n\nb\u2028c\u0085d\x0be\x0cf".lstrip()
 
 
 @WHOLE_FILE_READERS
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r", "\r\r\n"], ids=["LF", "CRLF", "CR", "CRCRLF"])
+def test_lines_end_as_on_every_system(folder, text: Callable, end: str) -> None:
+    (folder / "a.txt").write_bytes(end.join(["\ufeff = A = ", "b", "", "c", ""]).encode())
+    assert text(folder / "a.txt").lstrip() == "= A = \nb\n\nc"
+
+
+@READERS
+def test_lines_of_an_archive_and_of_json_end_as_on_every_system(folder, documents: Callable) -> None:
+    (folder / "a.tar").write_bytes(archive({"m": b"a\rb\r\rc\r"}))
+    (folder / "b.jsonl").write_bytes(b'{"text": "d"}\r{"text": "e\\rf"}\r\r\n\n{"text": "g"}')
+    assert documents(folder) == ["a\nb\n\nc", "d", "e\rf", "g"]
+
+
+@WHOLE_FILE_READERS
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_utf16_with_and_without_a_mark_is_refused(folder, text: Callable, encoding: str) -> None:
     (folder / "a.txt").write_bytes(" = A = \nwords of a text\n".encode(encoding))
-    rule = "has a zero byte" if "-" in encoding[4:] else "begins with UTF-16"
+    rule = "has a zero byte, as UTF-16 has; iconv" if "-" in encoding[4:] else "begins with UTF-16"
     with pytest.raises(ValueError, match=f"a.txt.*{rule}") as caught:
         text(folder / "a.txt")
     assert "\n" not in str(caught.value)
@@ -71,10 +85,60 @@ def test_zero_bytes_are_refused_whatever_is_done_with_undecodable_bytes(folder, 
             documents(folder, undecodable=policy)
 
 
+def hub(path: Path) -> list[str]:
+    """Documents of `data=huggingface`."""
+    return open_corpus(DataConfig("huggingface", 8, name=str(path), cache_dir=str(path / "cache"))).read()[0]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("documents", [local, prepared, hub])
+def test_zero_characters_of_decoded_text_are_refused_too(folder, documents: Callable, name: str, monkeypatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder.with_name("cache"))
+    if name == "a.jsonl":
+        (folder / name).write_bytes(b'{"text": "fine"}\n{"text": "a\\u0000b"}\n')
+    else:
+        pq.write_table(pa.table({"text": ["fine", "a\0b"]}), folder / name)
+    with pytest.raises(ValueError, match="row 2: `text` must be text, but has a zero character; prepare_data.py skips"):
+        documents(folder)
+
+
+def test_rows_with_zero_characters_can_be_skipped_and_are_counted(folder) -> None:
+    (folder / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "a\\u0000b"}\n')
+    documents, entries = read(folder, max_bad_rows=1)
+    assert [document.text for document in documents] == ["fine"]
+    assert entries[0]["problems"] == {"zero_characters": {"count": 1, "first_row": 2}}
+
+
+def test_zero_characters_of_a_prompt_are_refused(folder) -> None:
+    (folder / "a.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "a\\u0000b"}\n')
+    with pytest.raises(ValueError, match="`file` must have .* without zero characters .*, but a.jsonl, line 2 has one"):
+        read_prompts(folder / "a.jsonl")
+
+
 @READERS
-def test_an_escaped_zero_character_is_text(folder, documents: Callable) -> None:
-    (folder / "a.jsonl").write_bytes(b'{"text": "a\\u0000b"}\n')
-    assert documents(folder) == ["a\0b"]
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [pa.array(["x", "y"])] * 2,
+        [pa.array([1, 2**62], pa.duration("s"))],
+        [pa.array([2**30, 2], pa.date32())],
+        [pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff", b"b"], pa.binary()).buffers())],
+    ],
+    ids=["twice", "durations", "dates", "not_utf8"],
+)
+def test_a_parquet_column_id_that_is_no_id_stops_nothing(folder, documents: Callable, ids: list[pa.Array]) -> None:
+    columns = [pa.array(["one", "two"]), *ids]
+    pq.write_table(pa.Table.from_arrays(columns, names=["text"] + ["id"] * len(ids)), folder / "a.parquet")
+    more = {"undecodable": "fall_back"} if pa.types.is_string(ids[0].type) else {}
+    assert documents(folder, **more) == ["one", "two"]
+
+
+@READERS
+def test_a_parquet_file_with_two_columns_of_text_is_refused(folder, documents: Callable) -> None:
+    column = pa.array(["one", "two"])
+    pq.write_table(pa.Table.from_arrays([column, column], names=["text", "text"]), folder / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet: must have one column text, but has 2$"):
+        documents(folder)
 
 
 @READERS
@@ -90,13 +154,30 @@ def test_the_formats_of_texts_are_one_list(folder, documents: Callable, name: st
 
 
 @READERS
+def test_a_line_of_any_spaces_ends_a_document(folder, documents: Callable) -> None:
+    (folder / "a.txt").write_text("一。\n\u3000\n二。\n\u00a0\t\nthree\n\u3000four\n \n")
+    assert documents(folder) == ["一。", "二。", "three\n\u3000four"]
+
+
+@READERS
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.parquet"])
 def test_a_row_without_text_is_refused_with_its_number(folder, documents: Callable, name: str) -> None:
     content = b'{"text": "one"}\n{"text": null}\n'
     (folder / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     if name.endswith("parquet"):
         pq.write_table(pa.table({"text": ["one", None]}), folder / name)
-    with pytest.raises(ValueError, match=rf"{name}, row 2: must have a string `text` .text_field., but is"):
+    rule = (
+        rf"{name}, row 2: must have a string `text` .text_field., but is .*; \S+\.text_field=NAME takes another field"
+    )
+    with pytest.raises(ValueError, match=rule):
+        documents(folder)
+
+
+@READERS
+@pytest.mark.parametrize("content", ['[{"text": "one"}]', '[\n {\n  "text": "one"\n }\n]'])
+def test_a_json_array_is_refused_with_the_command_that_splits_it(folder, documents: Callable, content: str) -> None:
+    (folder / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.json: must be one JSON object per line, .* array; pandas\.read_json"):
         documents(folder)
 
 

@@ -228,7 +228,9 @@ def test_one_document_for_two_splits_is_refused_before_the_stages(folder) -> Non
     (folder / "a.jsonl").write_text('{"text": "some text"}\n\n{"text": " "}\n')
     (folder / "empty.txt").write_text("")
     sources = {"books": source(folder)}
-    with pytest.raises(ValueError, match="`sources` must hold at least 2 documents, .*, but hold 1$"):
+    with pytest.raises(
+        ValueError, match="`sources` must hold at least 2 documents, .*, but hold 1; a document of a text file ends"
+    ):
         check_first_documents(list_inputs(sources), sources, 0)
     (folder / "b.txt").write_text("more text")
     check_first_documents(list_inputs(sources), sources, 0)

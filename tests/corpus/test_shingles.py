@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from ground_truth import newsgroup_bodies, plain_shingles, race_articles
+from ground_truth import newsgroup_bodies, plain_shingles, race_articles, searched_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from lmscale.data.permutation import mix
 
 # Characters that lower-case to several (İ), depending on context (Σ) or not at all, that are letters but not word
 # characters (combining marks), that have 1 to 4 bytes, or that are lone surrogates.
-ALPHABET = "aAbB9_ \n-'İΣσßéÉ中文क्षै٣½ⅷⓐ\u0301\u200d\ud800\udfff\x00😀𝒳𐐀"
+ALPHABET = "aAbB9_ \n-'İΣσßéÉ中文カไ。क्षै٣½ⅷⓐ\u0301\u200d\ud800\udfff\x00😀𝒳𐐀"
 AWKWARD = [
     "",
     " \n\t ",
@@ -93,8 +93,23 @@ def test_shingles_of_real_texts_equal_those_of_plain_python(shared_data) -> None
 def test_word_characters_equal_those_of_re() -> None:
     expected = [re.match(r"\w", chr(code)) is not None for code in range(0x110000)]
     every = "".join(map(chr, range(0x110000)))
-    found = np.concatenate([shingles._word_characters(every[i : i + 128]) for i in range(0, len(every), 128)])
-    assert found.tolist() == expected
+    found = np.concatenate([shingles._kinds(every[i : i + 128]) for i in range(0, len(every), 128)])
+    assert (found > 0).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["中文字符々〆、文", "ひらがなカタカナー", "ﾊﾝｶｸ", "ภาษาไทย", "ພາສາລາວ", "မြန်မာ", "ភាសាខ្មែរ", "𠀀𪜀"]
+)
+def test_each_letter_of_a_script_without_spaces_is_a_word(text: str) -> None:
+    letters = [letter for letter in text if re.match(r"\w", letter)]
+    assert word_ngrams([text], 1)[1].tolist() == [0, len(letters)]
+    assert word_ngrams([f"GPT{text}2 été 한국어"], 1)[1].tolist() == [0, len(letters) + 4]
+
+
+def test_a_chinese_text_with_one_other_character_is_a_near_duplicate() -> None:
+    text = "".join(chr(0x4E00 + number) + "，" * (number % 23 == 22) for number in range(92))
+    found, jaccard = searched_pairs([text, text.replace(chr(0x4E00 + 50), "中")])
+    assert found.tolist() == [[0, 1]] and jaccard == (88 - 5) / (88 + 5)
 
 
 def test_a_text_has_the_same_shingles_alone_and_in_a_batch() -> None:
@@ -145,7 +160,8 @@ def test_hashes_are_the_same_in_every_process() -> None:
     assert [int(value) for value in run.stdout.split()] == [
         0x06CBBA3748F2F8F3,
         0xDB0C4E65C321AD06,
-        0x54002ADB8D71C431,
+        0x8B03B565F53B4B56,
+        0xE8B1A6CC5D381E63,
         0xAFC890C6E54EA9B3,
         0xC334A0EB0D0F7F0A,
     ]

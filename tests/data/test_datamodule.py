@@ -206,8 +206,10 @@ def test_every_tensor_of_a_pinned_step_is_copied_without_waiting(prepared, monke
     data.by_length = True
     step = {key: pin(value) for key, value in next(iter(data.train_dataloader())).items()}
     module = GPTModule(TransformerConfig("gpt", 2, 32, 4, 64, 64), micro_batch_size=3)
-    module._trainer = SimpleNamespace(training=True, strategy=SimpleNamespace(parallel=ParallelContext()))
-    move_data_to_device(module.on_before_batch_transfer(step, 0), torch.device("cuda"))
+    module._trainer = SimpleNamespace(
+        training=True, predicting=False, strategy=SimpleNamespace(parallel=ParallelContext())
+    )
+    move_data_to_device(module.prepare_batch(step), torch.device("cuda"))
     # Each micro-batch has its dropout numbers; BERT adds `scored` and may drop a mask.
     num_tensors = {"gpt": [4 * 5], "bert": range(4 * 8, 4 * 9 + 1)}[prepared.manifest["architecture"]]
     assert len(copied) in num_tensors

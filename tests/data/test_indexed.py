@@ -147,7 +147,7 @@ GOOD = header() + SIZES + POINTERS + BORDERS
 BAD = {
     "magic": (b"PK" + GOOD[2:], 10, r"the first 9 bytes must be b'MMIDIDX.*, but are b'PK"),
     "empty": (b"", 10, "the first 9 bytes must be"),
-    "older format": (b"TNTIDX\x00\x00" + GOOD[8:], 10, "must be MMIDIDX, but is TNTIDX"),
+    "older format": (b"TNTIDX\x00\x00" + GOOD[8:], 10, "must be MMIDIDX, but is TNTIDX.*; preprocess"),
     "version": (header(version=2) + GOOD[34:], 10, "version must be 1, but is 2"),
     "code 0": (header(code=0) + GOOD[34:], 10, "must be from 1 to 8, but is 0"),
     "code 9": (header(code=9) + GOOD[34:], 10, "must be from 1 to 8, but is 9"),

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import local_config, prepare_texts
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
 
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.embedded import MODULES, embedded_documents
@@ -82,6 +84,41 @@ def test_a_corpus_too_small_for_the_request_is_noted_with_both_numbers(tmp_path)
         assert f"{prepared.vocab_size:,} different pieces" in first
         assert "`data.validation_every` is 99, but the corpus has 45 documents" in second
     assert prepare_texts(tmp_path, TEXTS, "bert", validation_every=45).manifest["notes"][1:] == []
+
+
+def test_the_share_of_unknown_tokens_is_noted(tmp_path) -> None:
+    texts = [chr(0x4E00 + k) * (500 // (k + 1) + 1) for k in range(500)]
+    prepared = prepare_texts(tmp_path, texts, "bert", validation_every=40)
+    counts = {split: prepared.manifest[split] for split in ("train", "validation")}
+    unknown, tokens = (sum(held[kind] for held in counts.values()) for kind in ("unknown_tokens", "tokens"))
+    assert unknown > 100 and tokens == sum(map(len, texts))
+    (note,) = prepared.manifest["notes"]
+    assert note.startswith(f"{100 * unknown / tokens:.1f}% of the tokens are [UNK], from letters")
+
+
+def test_what_a_given_tokenizer_cannot_spell_is_noted_whatever_it_calls_it(tmp_path) -> None:
+    pieces = [("<unk>", 0.0), ("<|endoftext|>", 0.0), *((letter, -1.0) for letter in "abcdefgh")]
+    Tokenizer(Unigram(pieces, unk_id=0)).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("abcz\n\nbcdz")
+    given = TokenizerConfig("gpt2", path=str(tmp_path / "tokenizer.json"))
+    notes = prepare_corpus(local_config(tmp_path / "a.txt", tmp_path), given, "gpt", None).manifest["notes"]
+    assert notes[0].startswith("20.0% of the tokens are [UNK], ")  # of four letters and the end of the text
+    assert notes[0].endswith("; tokenizer=trained fits one to this text")
+
+
+@pytest.mark.parametrize("sixth, share", [("sold in Rome", "50%"), ("sold in Rome " * 99, None)])
+def test_held_out_text_that_is_also_trained_on_is_noted(tmp_path, sixth: str, share: str | None) -> None:
+    texts = [
+        "made in Bonn",
+        "bought by us",
+        "made in Bonn",
+        "worn",
+        "lost",
+        sixth,
+    ]  # the third and the last are held out
+    notes = prepare_texts(tmp_path, texts, "gpt", validation_every=3).manifest["notes"]
+    found = [note for note in notes if "also in the training text" in note]
+    assert len(found) == (share is not None) and all(note.startswith(f"{share} of the held-out text") for note in found)
 
 
 @pytest.mark.parametrize("architecture", ["gpt", "bert"])
@@ -207,6 +244,19 @@ def test_the_embedded_corpus_has_a_unigram_cross_entropy() -> None:
         ("See e.g. Figure 3. It shows, etc. more.", ["See e.g. Figure 3.", "It shows, etc. more."]),
         ("A title\n\nThe text\ngoes on. End", ["A title", "The text goes on.", "End"]),
         ("So am I. You too.", ["So am I.", "You too."]),
+        ("Она ушла. Снег шёл! А. С. Пушкин спал.", ["Она ушла.", "Снег шёл!", "А. С. Пушкин спал."]),
+        ("Il vint. Élise partit. À midi il plut.", ["Il vint.", "Élise partit.", "À midi il plut."]),
+        ("Er kam. Über Nacht regnete es. Am 3. März", ["Er kam.", "Über Nacht regnete es.", "Am 3.", "März"]),
+        ("Ήρθε. Έφυγε. ύστερα", ["Ήρθε.", "Έφυγε. ύστερα"]),
+        ("„Ja.“ Öl floss. »Wo?« Da.", ["„Ja.“", "Öl floss.", "»Wo?«", "Da."]),
+        ("« Oui. » Elle dit : « Non. » ¿Qué? ¡Ya!", ["« Oui. »", "Elle dit : « Non. »", "¿Qué?", "¡Ya!"]),
+        ("Le café. Un thé. le bœuf, été. oui", ["Le café.", "Un thé. le bœuf, été. oui"]),
+        ("他走了。「好！」她说。3.5米？是", ["他走了。", "「好！」", "她说。", "3.5米？", "是"]),
+        ("彼は来た。 雨が降った！？はい", ["彼は来た。", "雨が降った！？", "はい"]),
+        ("비가 왔다. 그는 갔다.", ["비가 왔다.", "그는 갔다."]),
+        ("वह गया। वह आया।", ["वह गया।", "वह आया।"]),
+        ("ذهب. عاد؟ نعم.", ["ذهب.", "عاد؟", "نعم."]),
+        ("A naïst. It was. L’été Mr. Élan. B", ["A naïst.", "It was.", "L’été Mr. Élan.", "B"]),
         ("", []),
         ("  \n\n ", []),
     ],
@@ -216,7 +266,7 @@ def test_sentences(text, sentences) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("piece", [".", "a", "ab1", "a.", "'", '."', ". [", "\n "])
+@pytest.mark.parametrize("piece", [".", "a", "ab1", "a.", "'", '."', ". [", "\n ", "。", "é.", ". é", " »", ". « "])
 def test_unusual_lines_of_a_megabyte_take_linear_time(piece) -> None:
     split_sentences(piece * (10**6 // len(piece)) + "é. B")  # a match attempt at each position would take hours
 

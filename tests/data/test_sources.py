@@ -54,8 +54,16 @@ def test_errors_name_the_wrong_key(tmp_path) -> None:
     config = local_config(tmp_path / "a.txt", tmp_path, validation_path=str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="`data.validation_path` must be a file or a folder that can be read, but"):
         prepare_corpus(config, TRAINED, "gpt", None)
-    with pytest.raises(ValueError, match="`validation_path` must be null unless `data` is local"):
+    with pytest.raises(ValueError, match="`validation_path` must be left out unless `data` is local"):
         DataConfig("embedded", 16, validation_path=str(tmp_path / "a.txt"))
+    with pytest.raises(ValueError, match="`path` must be left out unless `data` is local or indexed"):
+        DataConfig("embedded", 16, str(tmp_path / "a.txt"))
+    for name in ("name", "subset", "split"):  # of a dataset on the hub
+        with pytest.raises(ValueError, match=f"^`{name}` must be left out unless `data` is huggingface"):
+            DataConfig("local", 16, "a.txt", **{name: "x"})
+    for name, value in {"text_field": "x", "undecodable": "replace"}.items():
+        with pytest.raises(ValueError, match=f"^`{name}` must be left out unless `data` is local or huggingface"):
+            DataConfig("embedded", 16, **{name: value})
     config = DataConfig("embedded", 16, cache_dir=str(tmp_path / "a.txt"))
     with pytest.raises(ValueError, match="`data.cache_dir` must be a folder"):
         prepare_corpus(config, TRAINED, "gpt", None)
@@ -85,6 +93,17 @@ def test_an_unreachable_hub_is_contacted_once(load, monkeypatch) -> None:
     with pytest.raises(ValueError, match="name` must be .* no/such/train: .*127.0.0.1:9 could not be reached"):
         load()
     assert time.monotonic() - start < 10
+
+
+def test_a_dataset_that_cannot_be_read_is_refused_with_the_cause(tmp_path, monkeypatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    for name, row in (("a", '{"text": "one"}'), ("b", '{"other": "two"}')):
+        (tmp_path / "rows" / f"{name}.jsonl").write_text(row + "\n")
+    with pytest.raises(ValueError, match="error occurred while generating the dataset: .*column names don't match"):
+        open_corpus(DataConfig("huggingface", 16, name=str(tmp_path / "rows")))
 
 
 def test_cut_sentences_and_documents_without_a_pair_are_counted(tmp_path) -> None:

@@ -9,6 +9,7 @@ Refusals have one form, "`name` must be RULE, but is VALUE"; `from_dict.build` p
 
 import dataclasses
 import difflib
+import os
 import re
 import sys
 import types
@@ -33,6 +34,10 @@ class Rule:
     holds: Callable[[Any], bool]
 
 
+class PathRule(Rule):
+    """The rule of a path, whose home folder `from_dict.build` expands."""
+
+
 _AT_LEAST_0 = Rule("at least 0", lambda number: number >= 0)
 Positive = Annotated[int, Rule("a whole number of at least 1", lambda number: number >= 1)]
 AtLeastTwo = Annotated[int, Rule("at least 2", lambda number: number >= 2)]
@@ -42,7 +47,7 @@ AboveZero = Annotated[float, Rule("above 0", lambda number: number > 0)]
 Fraction = Annotated[float, Rule("at least 0 and below 1", lambda number: 0 <= number < 1)]  # such as a dropout
 Share = Annotated[float, Rule("above 0 and at most 1", lambda number: 0 < number <= 1)]
 Seed = Annotated[int, Rule("at least 0 and below 2^63", lambda number: 0 <= number < 2**63)]  # of torch's generators
-PathText = Annotated[str, Rule("a path", bool)]  # an empty one would be the working directory
+PathText = Annotated[str, PathRule("a path", bool)]  # an empty one would be the working directory
 Steps = Annotated[
     list,
     Rule(
@@ -86,7 +91,7 @@ def check(hint: Any, value: object, name: str) -> None:
     is_lost = _base(kinds[0]) is str and isinstance(value, int | float)
     quotes = f"""; quotes make it text: '{name}="..."'""" if is_lost else ""
     if broken:  # neither null nor a group is a remedy
-        kinds = tuple(kind for kind in kinds if kind not in (type(None), dict))
+        kinds = tuple(kind for kind in kinds if _base(kind) not in (type(None), dict))
     refuse(name, _join(kinds, broken), value, meant + quotes)
 
 
@@ -118,9 +123,16 @@ def _join(kinds: Iterable[Any], rules: list[str]) -> str:
     """The alternatives in words, null last; the rules, if any, in place of the types that have some."""
     listed = [choice for kind in kinds for choice in _choices(kind)]
     plain = [kind for kind in kinds if not _choices(kind) and not (rules and _rules(kind)) and kind is not type(None)]
-    words = [_IN_WORDS.get(_base(kind), _IN_WORDS[dict]) for kind in plain]
+    words = [_words_of(kind) for kind in plain]
     words += [f"{'one of ' * (len(listed) > 1)}{', '.join(listed)}"] * bool(listed)
     return " or ".join([*words, *rules, *(["null"] if type(None) in kinds else [])])
+
+
+def _words_of(kind: Any) -> str:
+    if is_path(kind):
+        return "a path"
+    of_paths = get_origin(kind) is dict and is_path(get_args(kind)[0])
+    return "weights by path ({A: 1, B: 2})" if of_paths else _IN_WORDS.get(_base(kind), _IN_WORDS[dict])
 
 
 def _rules(kind: Any) -> tuple[Rule, ...]:
@@ -150,15 +162,51 @@ def _choices(kind: Any) -> tuple[str, ...]:
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
+def expand_home(path: str, name: str) -> str:
+    """A path with the home folder in place of `~` or `~user` at its start, as a shell expands a whole word.
+
+    Raises:
+        ValueError: there is no such user, whose name would become that of a folder.
+    """
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        refuse(
+            name,
+            "a path",
+            path,
+            f"; there is no such user (~ alone needs HOME), and a name that begins with ~ is typed as ./{path}",
+        )
+    return expanded
+
+
+def is_path(kind: Any) -> bool:
+    """Return whether an alternative of a type is that of a path."""
+    return any(isinstance(rule, PathRule) for rule in _rules(kind))
+
+
 def is_line(value: object) -> bool:
     """Return whether a value is one line of text without tabs, which can be a cell of a table."""
     return isinstance(value, str) and _LINE.fullmatch(value) is not None
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """The end of a message: a question that names the only known word that contains `word`, or else the one most like
-    it; empty if there is none."""
-    known, word = list(known), str(word)
+    """The end of a message: a question that names the known word that `word` most likely means; empty if none is
+    like it."""
+    meant = closest(word, known)
+    return f"; did you mean `{meant}`?" if meant else ""
+
+
+def closest(word: object, known: Iterable[str]) -> str | None:
+    """The known word that `word` most likely means: the only one that contains it, one that differs by a slip, the
+    longest that it begins with (`prenorm`), or one that is like it.
+    """
+    word, known = str(word).lower(), {name.lower(): name for name in known}
     containing = [name for name in known if len(word) > 2 and word in name]
-    close = containing if len(containing) == 1 else difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean `{close[0]}`?" if close else ""
+    begun = [name for name in known if len(name) > 2 and word.startswith(name) and word[len(name) :][:1] != "."]
+    close = (
+        (containing if len(containing) == 1 else [])
+        or difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+        or sorted(begun, key=len)[-1:]
+        or difflib.get_close_matches(word, known, n=1)
+    )
+    return known[close[0]] if close else None

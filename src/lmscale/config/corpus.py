@@ -163,7 +163,7 @@ class PrepareConfig(EntryConfig):
         tokenizer: published or trained on the cleaned text.
         evaluation_sets: test sets by name, for removal and the leakage report.
         validation_every: one document in this many is held out; 30 gives the paper's 29:1.
-        max_bad_rows: rows of one file that cannot be read (invalid JSON, no text) before it is refused.
+        max_bad_rows: unusable rows of one file (invalid JSON, no text, a zero character) before it is refused.
         duplicate_ids: `count` documents that share an id, or `refuse` them.
         shard_mb: stored input per shard in MB; results do not depend on it. A task needs two to four times the text of
             its shard in memory.

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from .checks import AtLeastTwo, Checked, Count, Fraction, PathText, Positive, Rule, refuse, require
 from .family import corpus_forms
@@ -27,6 +27,36 @@ class TokenizerConfig(Checked):
     vocab_size: Positive | None = None
     path: PathText | None = None
     name: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_trained = self.kind == "trained"
+        require(self, "vocab_size", "null unless `tokenizer` is trained", is_trained or self.vocab_size is None)
+        for name in ("path", "name"):
+            require(self, name, "null when `tokenizer` is trained", not is_trained or getattr(self, name) is None)
+        check_one_source(self)
+
+
+def check_one_source(tokenizer: Any) -> None:
+    """Refuse a `name` beside a `path`, which would be read instead; the name that the published kind has anyway passes.
+
+    Raises:
+        ValueError: both say where the tokenizer is.
+    """
+    form = corpus_forms().get(tokenizer.kind)
+    is_free = tokenizer.path is None or tokenizer.name in (None, form and form.hub_name)
+    require(tokenizer, "name", "left out beside `path`", is_free)
+
+
+_KINDS_THAT_READ = {
+    "path": ("local", "indexed"),
+    "validation_path": ("local", "indexed"),
+    "name": ("huggingface",),
+    "subset": ("huggingface",),
+    "split": ("huggingface", "indexed"),
+    "text_field": ("local", "huggingface"),
+    "undecodable": ("local", "huggingface"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,8 +86,8 @@ class DataConfig(Checked):
 
     kind: Literal["embedded", "local", "huggingface", "indexed"]
     seq_length: Positive
-    path: PathText | dict | None = None
-    validation_path: PathText | dict | None = None
+    path: PathText | dict[PathText, object] | None = None
+    validation_path: PathText | dict[PathText, object] | None = None
     name: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -73,14 +103,16 @@ class DataConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_path = self.kind in ("local", "indexed")
-        is_free = has_path or self.validation_path is None
-        require(self, "validation_path", "null unless `data` is local or indexed", is_free)
+        has_path = self.kind in _KINDS_THAT_READ["path"]
+        for name, kinds in _KINDS_THAT_READ.items():
+            is_free = self.kind in kinds or getattr(self, name) == getattr(DataConfig, name)
+            require(self, name, f"left out unless `data` is {' or '.join(kinds)}", is_free)
         require(self, "name", "that of a dataset when `data` is huggingface", self.kind != "huggingface" or self.name)
         require(self, "path", f"a file or folder when `data` is {self.kind}", not has_path or self.path)
         for name in ("path", "validation_path"):
             weights = getattr(self, name) if isinstance(getattr(self, name), dict) else {}
-            require(self, name, "one path unless `data` is indexed", self.kind == "indexed" or not weights)
+            is_one = self.kind == "indexed" or not weights
+            require(self, name, "one path, of a file or of a folder with all files, unless `data` is indexed", is_one)
             for prefix, weight in weights.items():
                 if not isinstance(prefix, str):  # YAML reads 2024 and 1E5 as numbers
                     refuse(name, f"weights by path, such as ./{prefix}", weights)

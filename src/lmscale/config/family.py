@@ -1,7 +1,7 @@
 """What a model family is: one description that names its code by dotted path and imports no torch."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -38,6 +38,24 @@ class CorpusForm:
         """The tokens whose ids the samples need."""
         return tuple(dict.fromkeys(self.token_roles.values()))
 
+    def check_tokens(self, key: str, place: str, tokens: Collection[str]) -> None:
+        """Refuse a vocabulary without the special tokens, which is mostly that of another family.
+
+        Args:
+            key: of the tokenizer in the configuration, for messages.
+            place: where its files are.
+
+        Raises:
+            ValueError: a token is missing.
+        """
+        if lacking := [token for token in self.special_tokens if token not in tokens]:
+            others = [form.name for form in corpus_forms().values() if set(form.special_tokens) <= set(tokens)]
+            found = f", which suits a {others[0]}," if others else ""
+            raise ValueError(
+                f"`{key}` must be a tokenizer that suits a {self.name}, with {', '.join(self.special_tokens)}, but "
+                f"{place}{found} lacks {', '.join(lacking)}; take that of a {self.name}"
+            )
+
 
 @dataclass(frozen=True)
 class HeadSizes:
@@ -70,6 +88,7 @@ class Family:
         gelu: `tanh` or `erf`, if `model.gelu` is null.
         transformer_inputs: entries of a micro-batch that the transformer reads, `tokens` and others, named as its
             arguments. None: the model cannot be cut into the stages of a pipeline.
+        loss_inputs: entries of a batch that the loss reads besides these.
         num_token_types: rows of the token-type embedding; 0 for none.
         has_pooler: the model has a `pooler`, which finetuning heads use.
         scored_share: share of a sequence's positions whose logits a training step needs.
@@ -85,6 +104,7 @@ class Family:
     is_causal: bool
     gelu: str
     transformer_inputs: tuple[str, ...] | None = None
+    loss_inputs: tuple[str, ...] = ("labels",)
     num_token_types: int = 0
     has_pooler: bool = False
     scored_share: float = 1.0

@@ -57,8 +57,8 @@ class TaskConfig(Checked):
 
     name: str
     train: PathText | None
-    validation: dict
-    test: dict = field(default_factory=dict)
+    validation: dict[str, PathText | None]
+    test: dict[str, PathText | None] = field(default_factory=dict)
     hub_name: str | None = None
     max_seq_length: Annotated[int, Rule("at least 8", lambda number: number >= 8)] = 512
     hub_subset: str | None = None

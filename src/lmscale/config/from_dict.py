@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, get_args, get_origin
 
-from .checks import Checked, check, did_you_mean, hints_of, kinds_of, refuse
+from .checks import Checked, check, did_you_mean, expand_home, hints_of, is_path, kinds_of, refuse
 
 ADDED = ("run_dir", "overrides")  # by the entry point
 
@@ -86,13 +86,17 @@ def key_of(field: dataclasses.Field) -> str:
 
 
 def _built(hint: Any, value: object, name: str) -> object:
-    """`value` as one of the types of `hint`; whole numbers pass as floats, YAML's `1e-4` string too."""
+    """`value` as one of the types of `hint`; whole numbers pass as floats, YAML's `1e-4` string too, `~` as the home
+    folder of a path."""
     for kind in kinds_of(hint):
-        each = get_args(kind)[1] if get_origin(kind) is dict else None  # one group per name that the user gives
         if isinstance(value, dict) and dataclasses.is_dataclass(kind):
             return build(kind, value, f"{name}.")
-        if dataclasses.is_dataclass(each) and isinstance(value, dict):
-            return {key: build(each, item, f"{name}.{key}.") for key, item in value.items()}
+        if isinstance(value, dict) and get_origin(kind) is dict:  # by names that the user gives
+            of_key, of_item = get_args(kind)
+            items = ((_built(of_key, key, name) if isinstance(key, str) else key, key) for key in value)
+            return {built: _built(of_item, value[key], f"{name}.{key}") for built, key in items}
+        if isinstance(value, str) and is_path(kind):
+            value = expand_home(value, name)
     numbers = {getattr(kind, "__origin__", kind) for kind in kinds_of(hint)} & {int, float}
     if float in numbers and isinstance(value, (str, int)) and not isinstance(value, bool):
         try:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from .checks import Accelerator, Checked, PathText, Positive, Rule, Seed, Share, require
+from .data import check_one_source
 from .from_dict import EntryConfig
 from .training import PrecisionConfig
 
@@ -62,7 +63,7 @@ class GenerateTokenizer(Checked):
         name: on the Hugging Face hub, if `tokenizer=gpt2` is chosen without a path.
 
     Raises:
-        ValueError: a name without `kind`.
+        ValueError: a name without `kind` or beside a path.
     """
 
     kind: Literal["gpt2"] | None = None
@@ -72,6 +73,7 @@ class GenerateTokenizer(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self, "name", "left out without tokenizer=gpt2", self.name is None or self.kind is not None)
+        check_one_source(self)
 
     def words(self) -> list[str]:
         """The words that choose it on the command line of `src/generate.py`, which takes a path literally."""

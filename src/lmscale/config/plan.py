@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import Checked, Count, PathText, Positive, check, require
+from .checks import Checked, Count, PathText, Positive, check, expand_home, require
 from .cluster import Cluster, read_cluster
 from .from_dict import EntryConfig
 from .model import ModelConfig, require_positions
@@ -38,7 +38,8 @@ class PlanConfig(TrainingRequest, EntryConfig):
         num_devices: devices of the job; None: as many as the cluster and the batch allow.
         best: rank all layouts, with and without `parallel.zero1` and `batch_halves`, instead of planning one.
         top: number of layouts that a ranking shows.
-        find_recompute: if the model does not fit, plan with the first `recompute` that does.
+        find_recompute: if the model does not fit, plan with the first `recompute` that does; false where
+            `model.recompute` is typed.
         operations: show every operation of a step with its counts and time; needs one layout.
         json: print JSON instead of a table.
         measure: train this many of the best modelled layouts for a few steps on this machine; 0: none.
@@ -98,10 +99,16 @@ class PlanConfig(TrainingRequest, EntryConfig):
                     f"`cluster.path` must be alone, its file is the whole cluster, but there is {beside[0]}"
                 )
             given = {key: value for key, value in values["cluster"].items() if key != "path"}
-            values["cluster"] = given if path is None else read_cluster(Path(path))
+            values["cluster"] = given if path is None else read_cluster(Path(expand_home(path, "cluster.path")))
         if isinstance(values.get("data"), dict):
             values["data"] = {key: value for key, value in values["data"].items() if key == "seq_length"}
-        return super().from_dict(values)
+        typed = {override.lstrip("+").partition("=")[0] for override in overrides}
+        question = super().from_dict(values)
+        if "model.recompute" in typed and question.model.recompute != "auto" and "find_recompute" not in typed:
+            question = dataclasses.replace(question, find_recompute=False)
+        if typed & {"precision", "precision.dtype"}:  # a recipe's half type stands for the device's own
+            question.cluster.peak_flops_per_s(question.precision.dtype)
+        return question
 
     @property
     def machine(self) -> Cluster:

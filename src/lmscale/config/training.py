@@ -11,8 +11,8 @@ from .checks import (
     Count,
     Fraction,
     MatmulPrecision,
+    PathRule,
     Positive,
-    Rule,
     refuse,
     require,
 )
@@ -53,24 +53,28 @@ class ScheduleConfig(Checked):
     Args:
         decay: form of the decay.
         warmup_steps: optimizer steps of linear warm-up.
-        decay_steps: optimizer step at which the decay ends.
+        decay_steps: optimizer step at which the decay ends; None with a constant rate only.
         cooldown_steps: optimizer steps of the decay, before which the rate is constant; None: it follows the warm-up.
         min_lr: learning rate at the end of the decay.
         formula: `megatron_v1` is that of the released code, whose first update has rate 0.
     """
 
     decay: Literal["cosine", "linear", "constant"]
-    warmup_steps: Count  # may be longer than the run: a short trial of a long recipe never leaves it
-    decay_steps: Positive
+    warmup_steps: Count = 0  # may be longer than the run: a short trial of a long recipe never leaves it
+    decay_steps: Positive | None = None
     min_lr: AtLeastZero = 0.0
     formula: Formula = "paper"
     cooldown_steps: Positive | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.decay_steps is None:
+            require(self, "decay_steps", f"given with decay {self.decay}", self.decay == "constant")
         for name, value in (("decay", "constant"), ("formula", "megatron_v1")):
             rule = f"null with {name} {value}"
             require(self, "cooldown_steps", rule, self.cooldown_steps is None or getattr(self, name) != value)
+        if self.decay_steps is None:
+            return
         rule = f"at most `decay_steps` ({self.decay_steps}) less `warmup_steps` ({self.warmup_steps})"
         fits = self.cooldown_steps is None or self.cooldown_steps <= self.decay_steps - self.warmup_steps
         require(self, "cooldown_steps", rule, fits)
@@ -248,7 +252,7 @@ class ResumeConfig(Checked):
         weights_only: load only the weights: a new run, on any data, from step 0.
     """
 
-    path: Annotated[str, Rule(RESUME_RULE, bool)] = "none"  # as an empty path it would be the working directory
+    path: Annotated[str, PathRule(RESUME_RULE, bool)] = "none"  # as an empty path it would be the working directory
     schedule: Literal["assert", "keep", "override"] = "assert"
     weights_only: bool = False
 

@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 from ..config.family import family_of
 from ..data.indexed_corpus import MANIFEST, MANIFEST_FORMAT, TOKENIZER
 from ..data.indexed_writer import IndexedDataset, merge
-from ..data.prepare import note_missing_pieces
+from ..data.prepare import note_missing_pieces, note_unknown
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
 from .evaluation_sets import evaluation_index
 from .plan import Plan, save_json, save_table
+from .tokenizing import SPLITS, kept_batches, split_of
 
 REPORTS = "reports"
 _STAGE_LABELS = {
@@ -128,7 +129,12 @@ def _check_left(plan: Plan, sources: dict[str, dict], stages: dict) -> None:
         for label, value in held.items()
     )
     if empty:
-        raise ValueError(f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})")
+        cleaning = plan.config.cleaning
+        advice = f"; cleaning=none output={plan.config.output}_uncleaned keeps all languages and lengths"
+        raise ValueError(
+            f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})"
+            + (advice if cleaning.language is not None or cleaning.min_tokens else "")
+        )
     for name, held in sources.items():
         if held["train"].get("documents_with_a_pair") == 0:
             raise ValueError(
@@ -138,8 +144,18 @@ def _check_left(plan: Plan, sources: dict[str, dict], stages: dict) -> None:
     if not any("validation" in held for held in sources.values()):
         raise ValueError(
             f"`validation_every` must hold out at least one document, but {plan.config.validation_every} held "
-            f"out none ({counts})"
+            f"out none{_smaller_interval(plan)} ({counts})"
         )
+
+
+def _smaller_interval(plan: Plan) -> str:
+    """Name the largest `validation_every` that leaves documents for both splits; empty if none does."""
+    tables = (table for shard in range(plan.num_shards) for table in kept_batches(plan, shard, ["key"]))
+    keys = [key for table in tables for key in table["key"].to_pylist()]
+    for every in range(min(plan.config.validation_every, len(keys)), 1, -1):
+        if {split_of(key, every) for key in keys} == set(SPLITS):
+            return f"; validation_every={every} output={plan.config.output}_{every} does"
+    return ""
 
 
 def _stages(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
@@ -232,8 +248,11 @@ def summarize(output: Path) -> str:
             for key, value in held.items()
         )
         lines.append(f"  leakage of {name}: {text}")
-    sizes = manifest["config"]["tokenizer"]["vocab_size"], manifest["vocab_size"]
-    lines += [f"note: {note}" for note in note_missing_pieces(*sizes)]
+    fitted = manifest["config"]["tokenizer"]
+    unknown = manifest["stages"]["tokenize"]["tokenize"].get("unknown_tokens", 0)
+    tokens = sum(held[split]["tokens"] for held in manifest["sources"].values() for split in SPLITS if split in held)
+    notes = note_missing_pieces(fitted["vocab_size"], manifest["vocab_size"])
+    lines += [f"note: {note}" for note in (*notes, *note_unknown(unknown, tokens, fitted["kind"]))]
     return "\n".join(lines)
 
 

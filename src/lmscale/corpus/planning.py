@@ -15,7 +15,7 @@ from .language import check_language
 from .plan import Plan, save_json
 from .reading import check_first_documents
 
-FORMAT = 5  # of the intermediate files: incremented when they or the result of the same input change
+FORMAT = 7  # of the intermediate files: incremented when they or the result of the same input change
 # Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")
 

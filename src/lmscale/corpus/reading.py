@@ -97,7 +97,9 @@ def check_first_documents(inputs: Iterable[InputFile], sources: dict[str, Source
         found += sum(1 for _ in islice(rows, 2))
     if found < 2:
         rule = "at least 2 documents, one to train on and one to validate"
-        raise ValueError(f"`sources` must hold {rule}, but hold {found}")
+        raise ValueError(
+            f"`sources` must hold {rule}, but hold {found}; a document of a text file ends at a blank line"
+        )
 
 
 def _rows_of_part(file: InputFile, config: SourceConfig) -> Iterator[Row]:

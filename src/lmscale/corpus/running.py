@@ -21,6 +21,7 @@ from loguru import logger
 
 from ..data.indexed_corpus import TOKENIZER
 from ..launcher import usable_cores
+from ..shared_files import check_sockets
 from .cleaning import DropDocuments, EditText, join_story_lines, judge_language, judge_length, repair_text
 from .collecting import ScatterDocuments, check_ids, sort_shard
 from .deduplicating import compare_candidates, find_candidates, resolve_duplicates, shingle_candidates
@@ -134,13 +135,19 @@ def run_plan(plan: Plan) -> bool:
 
     Returns:
         whether the dataset is complete; on Slurm the jobs are only submitted.
+
+    Raises:
+        ValueError: several workers cannot have sockets in the temporary folder, or one was killed.
     """
     logger.remove()  # silence loguru: progress bars and our messages replace it
     launcher = plan.config.launcher
     if launcher.kind == "slurm":
         _submit(plan)
         return False
-    for stage in stages(plan):
+    planned, most = stages(plan), launcher.workers or usable_cores()
+    if launcher.kind == "local" and min(most, max(stage.num_tasks for stage in planned)) > 1:
+        check_sockets("launcher.workers")
+    for stage in planned:
         logs = plan.path("logs", stage.name)
         with StageBar(plan, stage.name, stage.num_tasks):
             if launcher.kind == "ray":
@@ -149,7 +156,7 @@ def run_plan(plan: Plan) -> bool:
                     stage.steps, stage.num_tasks, workers, logging_dir=str(logs), mem_per_cpu_gb=launcher.memory_gb
                 )
             else:
-                workers = min(launcher.workers or usable_cores(), stage.num_tasks)
+                workers = min(most, stage.num_tasks)
                 executor = QuietLocalExecutor(stage.steps, stage.num_tasks, workers, logging_dir=str(logs))
             # The tasks already use all cores, so threads inside them would only compete.
             os.environ["TOKENIZERS_PARALLELISM"] = "true" if workers == 1 else "false"

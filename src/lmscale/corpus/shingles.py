@@ -1,8 +1,11 @@
 """Word n-grams of many texts at once, as 64-bit hashes; near-duplicates and overlap are measured on them.
 
-A word is a match of `\\w+` in the lower-cased text, in Python's Unicode sense. Texts are joined and read in blocks of
-UTF-8: a table marks the characters of words, a word's bytes are loaded eight at a time, and everything after that is
-arithmetic on whole arrays. All constants are fixed, so a hash is the same in every process and on every machine.
+A word is a match of `\\w+` in the lower-cased text, in Python's Unicode sense. In scripts without spaces between
+words, such as Chinese, each letter is a word, so an n-gram there is one of characters.
+
+Texts are joined and read in blocks of UTF-8: a table marks the characters of words, a word's bytes are loaded eight at
+a time, and everything after that is arithmetic on whole arrays. All constants are fixed, so a hash is the same in every
+process and on every machine.
 """
 
 import functools
@@ -24,6 +27,22 @@ _MASKS = np.array([2 ** (8 * k) - 1 for k in range(9)], dtype=np.uint64)  # the 
 _LONG_WORD_SEED, _NO_WORDS_SEED = 1, 2  # different, so that a text without words never collides with a word
 _ASCII_IS_WORD = bytes(chr(byte).isalnum() or chr(byte) == "_" for byte in range(128)) + bytes(128)
 _WORD, _AFTER_WORD = re.compile(r"\w+"), re.compile(r"(?<=\w)\W")
+_ALONE = 2  # kind of a letter that is a word by itself
+# Blocks of Unicode without spaces between words: Thai, Lao, Burmese, Khmer, kana, Bopomofo and Chinese characters.
+UNSPACED = (
+    (0x0E00, 0x0EFF),
+    (0x1000, 0x109F),
+    (0x1780, 0x17FF),
+    (0x3005, 0x3007),
+    (0x3040, 0x312F),
+    (0x31A0, 0x31FF),
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFF66, 0xFF9D),
+    (0x1AFF0, 0x1B16F),
+    (0x20000, 0x3FFFF),
+)
 
 
 def shingle_sets(texts: Sequence[str], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -107,35 +126,43 @@ def _hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.fromiter((len(piece) for _, piece in group), dtype=np.int64, count=len(group))
         ends = np.cumsum(lengths + 1)  # in the block; each piece is followed by a line end, which no word contains
         block = "".join(f"{piece}\n" for _, piece in group)
-        edges = _edges(_word_characters(block))
+        edges = _edges(_kinds(block))
         hashes.append(_hash_block(block, edges))
         counts = np.diff(np.searchsorted(edges[::2], ends), prepend=0)
         np.add.at(num_words, [number + 1 for number, _ in group], counts)
     return np.concatenate(hashes), np.cumsum(num_words)
 
 
-def _word_characters(block: str) -> np.ndarray:
-    """Mark the characters that belong to words, bool [characters]."""
+def _kinds(block: str) -> np.ndarray:
+    """Mark the characters that belong to words by 1, or by _ALONE, uint8 [characters]."""
     if block.isascii():
-        return np.frombuffer(block.encode("ascii").translate(_ASCII_IS_WORD), dtype=bool)
-    return _is_word_table().take(np.frombuffer(block.encode("utf-32-le", "surrogatepass"), dtype="<u4"))
+        return np.frombuffer(block.encode("ascii").translate(_ASCII_IS_WORD), dtype=np.uint8)
+    return _kind_table().take(np.frombuffer(block.encode("utf-32-le", "surrogatepass"), dtype="<u4"))
 
 
 @functools.cache
-def _is_word_table() -> np.ndarray:
+def _kind_table() -> np.ndarray:
     """Mark the code points that `\\w` matches, by the Unicode tables of this Python."""
-    is_word = np.zeros(0x110000, dtype=bool)
+    kinds = np.zeros(0x110000, dtype=np.uint8)
     for match in _WORD.finditer("".join(map(chr, range(0x110000)))):
-        is_word[match.start() : match.end()] = True
-    return is_word
+        kinds[match.start() : match.end()] = 1
+    for first, last in UNSPACED:
+        kinds[first : last + 1] *= _ALONE
+    return kinds
 
 
-def _edges(is_word: np.ndarray) -> np.ndarray:
+def _edges(kinds: np.ndarray) -> np.ndarray:
     """Return the alternating starts and ends of words."""
-    changes = np.empty(len(is_word) + 1, dtype=bool)
-    changes[0], changes[-1] = is_word[0], is_word[-1]
-    np.not_equal(is_word[1:], is_word[:-1], out=changes[1:-1])
-    return np.flatnonzero(changes)
+    changes = np.empty(len(kinds) + 1, dtype=bool)
+    changes[0], changes[-1] = kinds[0], kinds[-1]
+    np.not_equal(kinds[1:], kinds[:-1], out=changes[1:-1])
+    is_alone = kinds == _ALONE
+    if not is_alone.any():
+        return np.flatnonzero(changes)
+    changes[:-1] |= is_alone
+    places = np.flatnonzero(changes)
+    around = np.pad(kinds, 1)
+    return np.repeat(places, 1 + ((around[places] > 0) & (around[places + 1] > 0)))  # the end of a word and a start
 
 
 def _hash_block(block: str, edges: np.ndarray) -> np.ndarray:

@@ -110,6 +110,8 @@ def tokenize_shard(plan: Plan, rank: int) -> dict[str, int]:
                     writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
                     writers[source, split] = stack.enter_context(writer)
                 writers[source, split].add_documents(ids, sizes, counts)
+                if unknown := tokenizer.count_unknown(ids):
+                    cut["unknown_tokens"] += unknown
                 if num_cut is not None:
                     cut["sentences_cut"] += num_cut
             meter.add(len(texts), sum(map(len, texts)))

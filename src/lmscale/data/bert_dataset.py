@@ -66,7 +66,11 @@ class BERTDataset:
             lambda file: write_pairs(file, self.dataset, part.first, part.last, lengths),
         )
         if len(self.pairs.rows) == 0:
-            raise ValueError(f"the {split} part must have a document of at least 2 sentences, but has none")
+            held_out = ", and a smaller `validation_every` holds out more" if split == "validation" else ""
+            raise ValueError(
+                f"the {split} part must have a document of at least 2 sentences, but has none; a document of a text "
+                f"file ends at a blank line{held_out}"
+            )
         self.order = EpochShuffle(len(self), f"order/{part.identity}/{seed}")  # in a blend
 
     def __len__(self) -> int:

@@ -11,9 +11,12 @@ from torch.utils.data import DataLoader
 from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import load
+from ..shared_files import check_sockets
 from .loading import Loader, References, Samples, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
 from .sampler import RunSamples
+
+_NO_END = 1 << 40  # steps of a run whose order does not depend on its length
 
 
 class PretrainDataModule(L.LightningDataModule):
@@ -43,7 +46,11 @@ class PretrainDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> Loader:
         """The steps after the completed ones; the Trainer ends the epoch."""
-        return Loader(lambda: self.step_loader(self.trainer.global_step), self.steps_per_epoch)
+        return Loader(lambda: self.step_loader(self.next_step()), self.steps_per_epoch)
+
+    def next_step(self) -> int:
+        """The step of the data that comes next, counted from 0."""
+        return self.trainer.global_step
 
     def step_loader(self, start_step: int = 0) -> DataLoader:
         """All steps of the run from `start_step` on."""
@@ -94,7 +101,8 @@ class PretrainDataModule(L.LightningDataModule):
 class TextDataModule(PretrainDataModule):
     """Text for a user's own Trainer.
 
-    A Lightning epoch is one pass over the training part; `test` and `predict` see the validation part.
+    A Lightning epoch is one pass over the training part; of a blend, which has no epochs, it is the whole run. `test`
+    and `predict` see the validation part.
 
     Args:
         family: the model's, as `model.family`.
@@ -121,6 +129,8 @@ class TextDataModule(PretrainDataModule):
         L.LightningDataModule.__init__(self)  # the rest is built in `setup`, once the Trainer is known
         self.family = family
         self.data = data or DataConfig(kind="local" if path else "embedded", seq_length=seq_length, path=path)
+        if self.data.num_workers:
+            check_sockets("data.num_workers")
         self.prepared = prepare_corpus(self.data, tokenizer or TokenizerConfig("trained", vocab_size), family, None)
         for note in self.prepared.manifest["notes"]:
             rank_zero_info(f"note: {note}")
@@ -135,8 +145,8 @@ class TextDataModule(PretrainDataModule):
         """Divide the samples over the data ranks of the Trainer; validation has micro-batches of the module's size.
 
         Raises:
-            ValueError: a strategy without tensor ranks, samples or ids that the model does not take, no limit of steps
-                or epochs, or a step that the micro-batches of the ranks do not divide.
+            ValueError: a strategy without tensor ranks, samples or ids that the model does not take, a step that the
+                micro-batches of the ranks do not divide, or no end of a training whose order depends on its length.
         """
         trainer, model = self.trainer, self.trainer.lightning_module.config
         check_strategy(trainer)
@@ -147,22 +157,33 @@ class TextDataModule(PretrainDataModule):
                 f"`vocab_size` of the model must be at least the tokenizer's {self.vocab_size} ids, but is "
                 f"{model.vocab_size}"
             )
-        if stage == "fit" and max(trainer.max_steps, trainer.max_epochs or 0) < 0:
-            raise ValueError(f"`max_steps` or `max_epochs` must be set, but both are {trainer.max_steps}")
         dp_size = trainer.strategy.parallel.dp_size
         micro = trainer.lightning_module.micro_batch_size or max(1, self.global_batch_size // dp_size)
         size = self.global_batch_size
         BatchConfig(micro, size, dp_size)  # checks that the ranks divide it
         (part, *others) = self.prepared.parts["train"]
-        if stage == "fit" and others and trainer.max_steps < 0:
+        limit = trainer.max_steps if stage == "fit" else 1
+        if others and limit < 0:
             raise ValueError("`max_steps` must be set for a blend of datasets, which has no epochs, but is -1")
         dataset = self.prepared.make_samples(self.prepared, "train", part, self.data, self.order_seed)
-        epoch = max(1, len(dataset) // size) if not others else max(1, trainer.max_steps)
-        steps = trainer.max_steps if trainer.max_steps > 0 else epoch * max(1, trainer.max_epochs or 1)
-        samples = RunSamples(self.prepared, self.data, self.order_seed, size, steps, self.num_wanted)
+        epoch = max(1, len(dataset) // size) if not others else max(1, limit)
+        steps = _NO_END
+        if others or self.prepared.shuffles_documents:
+            steps = limit if limit >= 0 else epoch * trainer.max_epochs
+            if steps < 0:
+                raise ValueError("`max_steps` or `max_epochs` must be set for shuffled documents, but both are -1")
+        samples = RunSamples(self.prepared, self.data, self.order_seed, size, max(1, steps), self.num_wanted)
         super().__init__(samples, micro, self.data.num_workers, by_length=True)
         self.trainer = trainer  # which Lightning's constructor forgets
-        self.steps_per_epoch = min(epoch, steps)
+        self.steps_per_epoch = epoch
+
+    def next_step(self) -> int:
+        """As in the base class; with the Trainer's `overfit_batches` every epoch has the same first steps."""
+        step, overfit = super().next_step(), self.trainer.overfit_batches
+        if not overfit:
+            return step
+        size = overfit if isinstance(overfit, int) else int(overfit * self.steps_per_epoch)
+        return step % min(size, self.steps_per_epoch)
 
     test_dataloader = predict_dataloader = PretrainDataModule.val_dataloader
 

@@ -36,7 +36,8 @@ class GPTDataset:
         if self.num_tokens <= seq_length:
             raise ValueError(
                 f"the {name} part must have at least `data.seq_length` + 1 ({seq_length + 1}) tokens, "
-                f"but has {self.num_tokens}; a smaller `data.seq_length` or more text helps"
+                f"but has {self.num_tokens}; "
+                + (f"data.seq_length={self.num_tokens - 1} fits" if self.num_tokens > 1 else "more text is needed")
             )
 
     def __len__(self) -> int:

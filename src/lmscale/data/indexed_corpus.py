@@ -54,7 +54,7 @@ class IndexedCorpus:
         where = [str(folder / TOKENIZER) for folder in found]
         named = load_published_tokenizer(config, self.form.name) if config.kind != "trained" else None
         if named is not None:
-            found.setdefault(cache / "tokenizers" / named.fingerprint[:24], named)
+            found.setdefault(cache / "tokenizers" / named.file_hash[:24], named)
             where.append(f"that of tokenizer={config.kind}")
         if not found:
             raise ValueError(
@@ -62,7 +62,9 @@ class IndexedCorpus:
                 f"and {folders[0]} has none"
             )
         if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
-            raise ValueError(f"`tokenizer` must be the one of all datasets, but {' and '.join(where)} differ")
+            way_out = "prepare all texts with one tokenizer" if named is None else "leave tokenizer= out"
+            differ = " and ".join(where)
+            raise ValueError(f"`tokenizer` must be the one of all datasets, but {differ} differ; {way_out}")
         self.folder, loaded = next(iter(found.items()))
         if not (self.folder / TOKENIZER).is_file():
             write_tokenizer(loaded.inner, self.folder / TOKENIZER)
@@ -70,7 +72,7 @@ class IndexedCorpus:
             if loaded.inner.token_to_id(token) is None:
                 raise ValueError(
                     f"`data.path` must be prepared for {self.form.name} (the model), but the tokenizer of "
-                    f"{self.folder} has no {token}"
+                    f"{self.folder} has no {token}; prepare the text again with architecture={self.form.name}"
                 )
         return loaded
 
@@ -131,7 +133,10 @@ class _Sources:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raise an error if the folder was prepared with another tokenizer."""
         if self.manifest is not None and self.manifest["tokenizer"] != tokenizer.fingerprint:
-            raise ValueError(f"`tokenizer` must be the one that `data.{self.key}` was prepared with, but is another")
+            raise ValueError(
+                f"`tokenizer` must be the one that `data.{self.key}` was prepared with, but is another; prepare "
+                "training and validation text with one tokenizer"
+            )
 
     def whole(self, splits: Iterable[str] = ("train",)) -> list[CorpusPart]:
         """Return all documents of every dataset; of a folder, those of the first existing split of `splits`."""

@@ -133,7 +133,8 @@ class IndexedDataset:
             raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
         if head.startswith(LAZY_MAGIC):
             raise ValueError(
-                f"{path}: the format must be MMIDIDX, but is TNTIDX (Megatron-LM's old lazy or cached format)"
+                f"{path}: the format must be MMIDIDX, but is TNTIDX (Megatron-LM's old lazy or cached format); "
+                "preprocess the text with --dataset-impl mmap"
             )
         if not head.startswith(MAGIC):
             raise ValueError(f"{path}: the first 9 bytes must be {MAGIC!r}, but are {head[:9]!r}")

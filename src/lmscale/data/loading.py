@@ -14,6 +14,7 @@ from .sampler import DATASET_SHIFT
 
 Samples = GPTDataset | BERTDataset
 Batch = dict[str, Tensor]
+_IDS = torch.int64, torch.int32
 
 
 class References(Dataset):
@@ -42,20 +43,43 @@ def collate_step(step: dict[str, np.ndarray], by_length: bool) -> Batch:
 
 
 def cut_step(step: Batch, micro_batch_size: int | None) -> list[Batch]:
-    """Cut a step into micro-batches, the last of which may be smaller; None: it is one."""
+    """Cut a step into micro-batches, the last of which may be smaller; None: it is one.
+
+    Raises:
+        ValueError: a user's loader yields an empty step.
+    """
     num_samples = len(step["tokens"])
+    if num_samples == 0:
+        raise ValueError(f"a batch of the DataLoader must have sequences, but `tokens` is {list(step['tokens'].shape)}")
     size = micro_batch_size or num_samples
     return [trim_padding({key: x[i : i + size] for key, x in step.items()}) for i in range(0, num_samples, size)]
+
+
+def check_entries(batch: object, names: Iterable[str]) -> None:
+    """Refuse a batch of a user's loader that has other entries.
+
+    Raises:
+        ValueError: it is no dict, or lacks one of these entries.
+    """
+    found = [name for name in names if isinstance(batch, dict) and name in batch]
+    if len(found) < len(names):
+        entries = f"a dict with {', '.join(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        raise ValueError(f"a batch of the DataLoader must be a dict with {', '.join(names)}, but is {entries}")
 
 
 def check_ids(batch: Batch, vocab_size: int) -> None:
     """Refuse ids that the model does not have; the embedding would take them for those of another rank, and be zero.
 
     Raises:
-        ValueError: a token or a label is not an id.
+        ValueError: tokens or labels are not whole numbers [b, s], or one of them is not an id.
     """
     for name in ("tokens", "labels"):
-        ids = batch.get(name, torch.empty(0))
+        if name not in batch:
+            continue
+        ids, shape = batch[name], tuple(getattr(batch["tokens"], "shape", ()))
+        if not isinstance(ids, Tensor) or ids.dtype not in _IDS or ids.dim() != 2 or tuple(ids.shape) != shape:
+            found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise ValueError(f"`{name}` must be an int64 or int32 tensor [b, s], as all of a batch, but is {found}")
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         wrong = wrong[wrong != IGNORE_LABEL] if name == "labels" else wrong
         if len(wrong):
@@ -66,7 +90,7 @@ def check_ids(batch: Batch, vocab_size: int) -> None:
 
 def trim_padding(batch: Batch) -> Batch:
     """Find the scored positions of padded samples and drop an unneeded mask, on the host: no GPU is waited for."""
-    if "attention_mask" not in batch:
+    if not {"attention_mask", "labels"} <= batch.keys():
         return batch
     scored = (batch["labels"].flatten() != IGNORE_LABEL).nonzero().squeeze(1)
     mask = None if batch["attention_mask"].all() else batch["attention_mask"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from ..config.checks import expand_home
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of, load
 from ..shared_files import build_folder
@@ -20,11 +21,15 @@ from .indexed_writer import IndexedWriter, best_dtype
 from .prepared import CorpusPart, PreparedCorpus
 from .sentences import document_encoder
 from .sources import Documents, open_corpus
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import UNKNOWN, Tokenizer, load_tokenizer
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 8  # incremented when the same files give other tokens or notes, to read cached ones again
 UNIGRAM_TOKENS = 1 << 26  # read per dataset, at most: enough for a unigram model, and takes about a second
 MANY_EPOCHS = 100  # the paper's GPT reads its corpus about 4 times (Table 2), BERT, at as many tokens a step, 30
+_FEWER_UNKNOWN = {  # by `note_unknown`'s kind
+    "trained": "a larger tokenizer.vocab_size holds more letters",
+    None: "take a model pretrained on such texts",
+}
 _BATCH = 1000  # documents tokenized at once
 
 
@@ -105,6 +110,7 @@ class TextCorpus:
 
     def load_tokenizer(self, config: TokenizerConfig, model_vocab_size: int | None, cache: Path) -> Tokenizer:
         """Load the tokenizer, or train it on the training documents."""
+        self.tokenizer_kind = config.kind
         self.requested_size = config.vocab_size if config.kind == "trained" else None
         return load_tokenizer(config, self.form, model_vocab_size, lambda: self.split["train"], self.key, cache)
 
@@ -114,7 +120,7 @@ class TextCorpus:
         Raises:
             ValueError: the folder is damaged.
         """
-        facts = (FORMAT_VERSION, self.key, self.form.name, tokenizer.fingerprint, tokenizers.__version__)
+        facts = (FORMAT_VERSION, self.key, self.form.name, tokenizer.file_hash, tokenizers.__version__)
         folder = cache / "corpora" / hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
         if not folder.is_dir():
             self._build(folder, tokenizer)
@@ -156,7 +162,8 @@ class TextCorpus:
         if len(whole) < 2:
             raise ValueError(
                 f"a corpus without `data.validation_path` must have at least 2 documents, but has {len(whole)}: "
-                "none could be held out"
+                "none could be held out; a document of a text file ends at a blank line, and data.validation_path=FILE "
+                "holds out another text"
             )
         every = min(self.data.validation_every, len(whole))  # else the last one, as `_notes` reports
         return {
@@ -172,6 +179,15 @@ class TextCorpus:
             if problems:
                 notes.append(f"files of the {split} text: {', '.join(problems)}")
         notes += note_missing_pieces(self.requested_size, vocab_size)
+        splits = manifest["train"], manifest["validation"]
+        counts = (sum(held[kind] for held in splits) for kind in ("unknown_tokens", "tokens"))
+        notes += note_unknown(*counts, self.tokenizer_kind)
+        share = manifest["validation"]["copied_bytes"] / max(1, manifest["validation"]["bytes"])
+        if share > 0.01:  # headings that recur stay below
+            notes.append(
+                f"{share:.0%} of the held-out text is in documents that are also in the training text, which lowers "
+                "the validation loss; prepare_data.py removes copies"
+            )
         every, there = self.data.validation_every, manifest["train"]["documents"] + manifest["validation"]["documents"]
         if "validation" not in self.sources and every > there:
             notes.append(
@@ -196,6 +212,9 @@ class TextCorpus:
             }
             for split, texts in self.split.items():
                 manifest[split] = self._write(building / f"{split}_text_{self.form.sequence}", texts, tokenizer)
+            known = set(self.split["train"])
+            copies = (len(text.encode("utf-8", "replace")) for text in self.split["validation"] if text in known)
+            manifest["validation"]["copied_bytes"] = sum(copies)
             # `inner.save` writes the same and raises no OSError.
             (building / TOKENIZER).write_text(tokenizer.inner.to_str(pretty=True), encoding="utf-8")
             (building / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -203,16 +222,19 @@ class TextCorpus:
     def _write(self, prefix: Path, texts: list[str], tokenizer: Tokenizer) -> dict:
         """Write the token file of a split; returns its entry of the manifest."""
         encode, num_cut, num_without_pair = document_encoder(tokenizer, self.form.sequence), 0, 0
+        num_unknown = 0
         with IndexedWriter(prefix, best_dtype(tokenizer.vocab_size)) as writer:
             for start in range(0, len(texts), _BATCH):
                 ids, sizes, counts, cut = encode(texts[start : start + _BATCH])
                 writer.add_documents(ids, sizes, counts)
+                num_unknown += tokenizer.count_unknown(ids)
                 num_cut += cut or 0
                 num_without_pair += int((counts < 2).sum())
         entry = {
             "documents": len(texts),
             "bytes": sum(len(text.encode("utf-8", "replace")) for text in texts),
             "tokens": sum(writer.sizes),
+            "unknown_tokens": num_unknown,
             "sha256": hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest(),
         }
         if self.form.sequence == "sentence":
@@ -226,6 +248,20 @@ def note_missing_pieces(requested_size: int | None, vocab_size: int) -> list[str
     return [f"`tokenizer.vocab_size` is {requested_size:,}, but {found}"] if vocab_size < (requested_size or 0) else []
 
 
+def note_unknown(num_unknown: int, num_tokens: int, kind: str | None) -> list[str]:
+    """Return a line if more than one token in a thousand is [UNK].
+
+    Args:
+        kind: that of `TokenizerConfig`; None: the tokenizer is that of a trained model.
+    """
+    if num_unknown * 1000 <= num_tokens:
+        return []
+    return [
+        f"{num_unknown / num_tokens:.1%} of the tokens are {UNKNOWN}, from letters that the tokenizer lacks or words "
+        f"of over 100 letters; {_FEWER_UNKNOWN.get(kind, 'tokenizer=trained fits one to this text')}"
+    ]
+
+
 def cache_folder(cache_dir: str | None, key: str = "data.cache_dir") -> Path:
     """Return the folder of prepared data, created if missing.
 
@@ -234,7 +270,8 @@ def cache_folder(cache_dir: str | None, key: str = "data.cache_dir") -> Path:
     Raises:
         ValueError: it cannot be created.
     """
-    folder = Path(cache_dir or os.environ.get("LMSCALE_CACHE") or Path.home() / ".cache" / "lmscale").absolute()
+    chosen = cache_dir or os.environ.get("LMSCALE_CACHE") or "~/.cache/lmscale"
+    folder = Path(expand_home(chosen, key if cache_dir else "LMSCALE_CACHE")).absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

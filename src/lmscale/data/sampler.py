@@ -189,12 +189,13 @@ class RunSamples:
         parts = corpus.parts["train"], corpus.parts["validation"]
         self.blend, self.validation_blend = (Blend([part.weight for part in each]) for each in parts)
         num_samples, make = self.blend.counts(num_steps * global_batch_size), corpus.make_samples
+        # Validation first: a sequence length that fits it usually fits the larger training part too.
+        self.validation = [
+            make(corpus, "validation", part, config, seed, number) for number, part in enumerate(parts[1])
+        ]
         self.train = [
             make(corpus, "train", part, config, seed, number, num_samples[number])
             for number, part in enumerate(parts[0])
-        ]
-        self.validation = [
-            make(corpus, "validation", part, config, seed, number) for number, part in enumerate(parts[1])
         ]
         self.scored = self._order_validation(config.seq_length, num_validation_samples)
 

@@ -4,7 +4,6 @@ Pieces bound memory by bytes, not by the number of documents: no token, word or 
 """
 
 import re
-import string
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -33,10 +32,18 @@ _ABBREVIATIONS = frozenset(
     """.split()
 )
 _PARAGRAPH = re.compile(r"\n[ \t]*\n")
-# A stop with closing marks, a space, then a possible start of a sentence.
-# The lookbehind avoids a match attempt at every dot of a line of 100,000 dots.
-_BOUNDARY = re.compile(r"""(?<![.!?])[.!?]+["'”’)\]]* (?=["'“‘(\[]*[A-Z0-9`*:\[])""")
-_LETTERS = string.ascii_letters + "."
+_ENDS = "。！？｡।॥؟۔։።။។"  # stops that end a sentence whatever follows: they belong to no abbreviation and no number
+# A stop with closing marks, a space, then a possible start of a sentence, whose letter is the group; or one of _ENDS.
+# The second lookbehind avoids a match attempt at every dot of a line of 100,000 dots.
+# French has a space inside its guillemets, and German uses them the other way round.
+_BOUNDARY = re.compile(
+    rf"""[.!?{_ENDS}](?:
+        (?<=[.!?])(?<![.!?].)[.!?]*(?:["'“”’)\]«‹]|[ ]?[»›](?=[ ]))*[ ]
+        (?=(?:["'“‘„‚(\[¿¡]|[«‹»›][ ]?)*(?:([^\W_a-zªº])|[`*:\[]))
+        |(?<=[{_ENDS}])[{_ENDS}]*["'”’)\]」』）】》〉»]*[ ]?
+    )""",
+    re.VERBOSE,
+)
 
 
 def text_pieces(text: str, place: re.Pattern = _CUT) -> Iterator[str]:
@@ -107,16 +114,17 @@ def document_encoder(tokenizer: Tokenizer, sequence: str) -> DocumentEncoder:
 def split_sentences(text: str) -> list[str]:
     """Split a text into sentences; blank lines always end a sentence, single line ends count as spaces.
 
-    A stop ends a sentence if it is followed by a space and a capital, a digit or a mark-up sign, unless it belongs to a
-    known abbreviation, an initial (J. Smith) or an acronym before a word (U.S. Army). The rules make more mistakes than
+    A stop ends a sentence if it is followed by a space and a capital, a letter of a script without capitals, a digit or
+    a mark-up sign, unless it belongs to a known English abbreviation, an initial (J. Smith) or an acronym before a word
+    (U.S. Army). The full stops of Chinese, Japanese, Hindi and others always end one. The rules make more mistakes than
     punkt at headings and rare abbreviations, but sentence-order prediction needs pieces of text in order, not perfect
-    grammar.
+    grammar. A language that writes no stops, as Thai, has no sentences.
 
     Args:
         text: any text.
 
     Returns:
-        non-empty sentences without surrounding space; joined by spaces they are the words of the text in order.
+        non-empty sentences without surrounding space: the characters of the text in order, apart from spaces.
     """
     sentences = []
     for paragraph in _PARAGRAPH.split(text):
@@ -126,6 +134,8 @@ def split_sentences(text: str) -> list[str]:
         start = 0
         for match in _BOUNDARY.finditer(paragraph):
             stop, end = match.span()
+            if match[1] and match[1].title() != match[1]:
+                continue  # a small letter that is not ASCII
             is_full_stop = paragraph[stop] == "." and paragraph[stop + 1] not in ".!?"
             if is_full_stop and _is_abbreviation(paragraph, start, stop):
                 continue
@@ -140,8 +150,11 @@ def _is_abbreviation(text: str, start: int, stop: int) -> bool:
     """Whether the full stop at `stop` belongs to the last word of text[start:stop]."""
     # Search from the last space on: from the start of a long sentence it would dominate the run time.
     word = text[max(start, text.rfind(" ", start, stop) + 1) : stop]
-    if not (word.isascii() and word.isalpha()):
-        word = word[len(word.rstrip(_LETTERS)) :].lstrip(".")  # "(e.g" and '"e.g' become "e.g"
+    if not word.isalpha():  # "(e.g" and '"e.g' become "e.g"
+        begin = len(word)
+        while begin and (word[begin - 1].isalpha() or word[begin - 1] == "."):
+            begin -= 1
+        word = word[begin:].lstrip(".")
     if len(word) <= 1:
         return word.isupper() and word != "I"
     return "." in word or word.lower() in _ABBREVIATIONS

@@ -3,12 +3,13 @@
 import hashlib
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .formats import READ_ERRORS, Row, UnreadableError, read_rows
 
-FAULTS = ("invalid_json", "missing_text")  # rows without text; `max_bad_rows` limits them
+FAULTS = ("invalid_json", "missing_text", "zero_characters")  # rows without text; `max_bad_rows` limits them
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -96,6 +97,8 @@ def _count_fault(row: Row, rules: ReadRules, report: FileReport) -> None:
     if kind in FAULTS and bad > rules.max_bad_rows:
         which = f"; it is bad row {bad} and `max_bad_rows` is {rules.max_bad_rows}" if rules.max_bad_rows else ""
         advice = "; prepare_data.py skips such rows with max_bad_rows=N" if rules.key and not which else ""
+        if rules.key and "(text_field)" in rule:  # an archive has no fields
+            advice = f"; {rules.key}.text_field=NAME takes another field" + advice.replace(";", ", and", 1)
         raise ValueError(f"{report.place}, row {row.number}: {rule}{which}{advice}")
 
 
@@ -126,9 +129,17 @@ def _rows_of_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | 
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of an error's message, or its type where the message is empty."""
-    text = str(getattr(error, "strerror", None) or error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The first line of an error's message, or its type where the message is empty; then what first caused it."""
+    text, root = _message_of(error), error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    reason = text.splitlines()[0]
+    # All lines of the cause: the first of `datasets`' CastError is only "Couldn't cast".
+    return reason if root is error else f"{reason}: {textwrap.shorten(_message_of(root), 500, placeholder=' ...')}"
+
+
+def _message_of(error: BaseException) -> str:
+    return str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
 
 
 def _decode(raw: bytes, row: int, rules: ReadRules, report: FileReport) -> str:

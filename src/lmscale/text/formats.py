@@ -7,6 +7,7 @@ import codecs
 import gzip
 import io
 import json
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ PARQUET_ROWS, PARQUET_BYTES = 64, 2**24  # decoded at once; some corpora store a
 READ_ERRORS = (OSError, EOFError, zlib.error, tarfile.TarError, UnicodeDecodeError)
 
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32's mark begins with the first one
+_CONVERT = "; iconv -f UTF-16 -t UTF-8 FILE > NEW_FILE converts UTF-16"
+_SPLIT = "; pandas.read_json(FILE).to_json(NEW_FILE, orient='records', lines=True) splits it"
+_BREAK = re.compile(rb"\r*\n|\r")  # LF, CR LF, and CR, as old Macs wrote; CR CR LF comes from converting CR LF again
 
 Decode = Callable[[bytes, int], str]  # (bytes of a row, row number) -> text
 
@@ -37,8 +41,8 @@ class Row:
         number: from 1: line (the first line of a text block), row, or member of an archive.
         text: None if the row has no usable text.
         name: the id given in the row, or None.
-        fault: why there is no text, as `(kind, rule)`: `invalid_json` or `missing_text`, and "must be ..., but ...";
-            or `hidden_members`, which are left out.
+        fault: why there is no text, as `(kind, rule)`: `invalid_json`, `missing_text` or `zero_characters`, and "must
+            be ..., but ..."; or `hidden_members`, which are left out.
     """
 
     number: int
@@ -58,8 +62,8 @@ def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, de
         decode: converts bytes to text.
 
     Raises:
-        UnreadableError: a row exceeds MAX_ROW_BYTES, text is UTF-16 or has a zero byte, a column is missing, or an
-            archive is cut off.
+        UnreadableError: a row exceeds MAX_ROW_BYTES, text is UTF-16 or has a zero byte, a column is missing, JSON is
+            an array, or an archive is cut off.
         Exception: one of READ_ERRORS if the file is truncated or damaged.
     """
     kind = format_of(name)
@@ -74,12 +78,7 @@ def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, de
         else:
             blocks = _blocks(stream) if text_documents == "block" else _whole(stream)
             for number, block in blocks:
-                yield Row(number, plain_breaks(decode(block, number)))
-
-
-def plain_breaks(text: str) -> str:
-    """Strip outer line breaks and replace `\\r\\n` by `\\n`."""
-    return text.replace("\r\n", "\n").strip("\n")
+                yield Row(number, decode(block, number).strip("\n"))
 
 
 def row_of(values: object, number: int, text_field: str) -> Row:
@@ -90,6 +89,8 @@ def row_of(values: object, number: int, text_field: str) -> Row:
         return Row(
             number, None, None, ("missing_text", f"must have a string `{text_field}` (text_field), but is {short}")
         )
+    if "\0" in text:
+        return Row(number, None, None, ("zero_characters", f"`{text_field}` must be text, but has a zero character"))
     name = values.get("id") if text_field != "id" else None
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
@@ -143,14 +144,15 @@ class _ZstdStream(io.RawIOBase):
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     number = 0
-    while line := stream.readline(MAX_ROW_BYTES + 1):
-        number += 1
-        _check_size(len(line), f"line {number}")
-        yield number, plain_bytes(line, number)
+    while read := stream.readline(MAX_ROW_BYTES + 1):
+        _check_size(len(read), f"line {number + 1}")
+        for line in plain_bytes(read, number + 1).splitlines(keepends=True):
+            number += 1
+            yield number, line
 
 
 def plain_bytes(raw: bytes, line: int = 1, place: str = "") -> bytes:
-    """Return the bytes of a text without the byte-order mark of UTF-8, with which a file may begin.
+    """Return the bytes of a text with LF line ends, and without the byte-order mark of UTF-8 that may begin a file.
 
     Args:
         line: number of the first line of `raw` in its file.
@@ -160,10 +162,13 @@ def plain_bytes(raw: bytes, line: int = 1, place: str = "") -> bytes:
         UnreadableError: they are UTF-16, with or without its mark, or contain a zero byte.
     """
     if line == 1 and raw.startswith(_UTF16):
-        raise UnreadableError(f"{place}must be UTF-8, but begins with UTF-16's byte-order mark")
+        raise UnreadableError(f"{place}must be UTF-8, but begins with UTF-16's byte-order mark{_CONVERT}")
+    if b"\r" in raw:
+        raw = _BREAK.sub(b"\n", raw)
     if (zero := raw.find(0)) >= 0:
         line += raw.count(b"\n", 0, zero)
-        raise UnreadableError(f"{place}must be plain UTF-8 text, but line {line} has a zero byte, as UTF-16 has")
+        found = f"line {line} has a zero byte, as UTF-16 has{_CONVERT}"
+        raise UnreadableError(f"{place}must be plain UTF-8 text, but {found}")
     return raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
 
 
@@ -173,10 +178,13 @@ def _check_size(size: int, place: str) -> None:
 
 
 def _blocks(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield blocks of lines between blank lines, with the number of the first line."""
+    """Yield blocks of lines between blank lines, with the number of the first line.
+
+    A line of any spaces is blank: CJK text has ideographic ones (U+3000), and word processors write U+00A0.
+    """
     held, first, size = [], 0, 0
     for number, line in _lines(stream):
-        if line.strip():
+        if line.decode("utf-8", "replace").strip():
             first, size = (first, size + len(line)) if held else (number, len(line))
             _check_size(size, f"the text from line {first}")
             held.append(line)
@@ -198,6 +206,8 @@ def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[Ro
     for number, line in _lines(stream):
         if not line.strip():
             continue
+        if number == 1 and line.startswith(b"["):
+            raise UnreadableError(f"must be one JSON object per line, but begins a JSON array{_SPLIT}")
         text = decode(line, number)
         try:
             values = json.loads(text)
@@ -228,7 +238,7 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
                 raise UnreadableError(f"must hold texts, but has {member.name}; unpack it first")
             _check_size(member.size, member.name)
             text = plain_bytes(archive.extractfile(member).read(), place=f"{member.name} ")
-            yield Row(number, plain_breaks(decode(text, number)), member.name)
+            yield Row(number, decode(text, number).strip("\n"), member.name)
 
 
 class _Member(tarfile.TarInfo):
@@ -248,27 +258,36 @@ def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Ro
     import pyarrow as pa  # takes half a second to import
     import pyarrow.parquet as pq
 
+    def is_text(kind: pa.DataType) -> bool:
+        return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
     try:
         file = pq.ParquetFile(raw, buffer_size=2**20, pre_buffer=False)  # else a row group's whole column is read
         names = file.schema_arrow.names
         if text_field not in names:
             raise UnreadableError(f"`text_field` must be one of its columns ({', '.join(names)}), but is {text_field}")
-        kind = file.schema_arrow.field(text_field).type
-        value = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
-            raise UnreadableError(f"column {text_field} must hold text, but holds {kind}")
-        columns = [text_field, "id"] if "id" in names and text_field != "id" else [text_field]
+        if names.count(text_field) > 1:
+            raise UnreadableError(f"must have one column {text_field}, but has {names.count(text_field)}")
+        kinds = {field.name: field.type for field in file.schema_arrow if names.count(field.name) == 1}
+        values = {name: kind.value_type if pa.types.is_dictionary(kind) else kind for name, kind in kinds.items()}
+        if not is_text(values[text_field]):
+            raise UnreadableError(f"column {text_field} must hold text, but holds {kinds[text_field]}")
+        columns = [text_field]
+        if text_field != "id" and "id" in values and (is_text(values["id"]) or pa.types.is_integer(values["id"])):
+            columns.append("id")
         number = 0
         groups = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
         row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
         rows = max(1, min(PARQUET_ROWS, PARQUET_BYTES // max(row_bytes, 1)))
         for batch in file.iter_batches(rows, columns=columns):
             # Read as bytes: a text column may not be UTF-8.
-            texts = batch[text_field].cast(value).cast(pa.large_binary()).to_pylist()
-            ids = batch["id"].to_pylist() if len(columns) == 2 else [None] * len(texts)
-            for text, name in zip(texts, ids, strict=True):
+            held = {
+                name: column.cast(values[name]).cast(pa.large_binary()) if is_text(values[name]) else column
+                for name, column in zip(batch.schema.names, batch.columns, strict=True)
+            }
+            for row in zip(*(column.to_pylist() for column in held.values()), strict=True):
                 number += 1
-                decoded = None if text is None else decode(text, number)
-                yield row_of({"id": name, text_field: decoded}, number, text_field)
+                decoded = [decode(value, number) if isinstance(value, bytes) else value for value in row]
+                yield row_of(dict(zip(held, decoded, strict=True)), number, text_field)
     except pa.ArrowException as error:
         raise OSError(str(error)) from None

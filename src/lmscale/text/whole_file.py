@@ -26,7 +26,7 @@ class TextFile:
 
 
 def read_text_file(path: str | Path, key: str) -> TextFile:
-    """Read a UTF-8 file, plain or packed, with LF or CR LF line ends.
+    """Read a UTF-8 file, plain or packed, with LF, CR LF or CR line ends.
 
     Args:
         key: key of the path in the configuration, for messages.
@@ -43,10 +43,13 @@ def read_text_file(path: str | Path, key: str) -> TextFile:
             file.seek(0)
             with unpacked(file, path.name) as stream:
                 data = plain_bytes(stream.read())
-        text = data.decode("utf-8").replace("\r\n", "\n")
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
-        raise ValueError(f"`{key}` must be UTF-8, but {path}, line {line} has the byte {byte:#04x}") from None
+        raise ValueError(
+            f"`{key}` must be UTF-8, but {path}, line {line} has the byte {byte:#04x}; iconv -f ENCODING -t UTF-8 FILE "
+            "> NEW_FILE converts another encoding, such as CP1252"
+        ) from None
     except UnreadableError as error:
         raise ValueError(f"`{key}`: {path} {error}") from None
     except READ_ERRORS as error:
@@ -63,7 +66,7 @@ def text_of_json(line: str, field: str, rule: str, where: str) -> str:
         rule: what every line must have, with the key of the file, for messages.
 
     Raises:
-        ValueError: the line is not JSON, or has no such text.
+        ValueError: the line is not JSON, or has no such text, or one with a zero character.
     """
     try:
         value = json.loads(line)
@@ -71,4 +74,6 @@ def text_of_json(line: str, field: str, rule: str, where: str) -> str:
         raise ValueError(f"{rule.partition(' must ')[0]} must have JSON on each line, but {where}: {error}") from None
     if not isinstance(value, dict) or not isinstance(value.get(field), str):
         raise ValueError(f"{rule} on each line, but {where} does not")
+    if "\0" in value[field]:
+        raise ValueError(f"{rule} without zero characters on each line, but {where} has one")
     return value[field]
