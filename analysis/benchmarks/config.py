@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lmscale.config import TransformerConfig
-from lmscale.config.checks import AboveZero, Accelerator, AtLeastZero, Checked, Positive, Seed
+from lmscale.config.checks import AboveZero, Accelerator, AtLeastZero, Checked, PathText, Positive, Seed
 from lmscale.config.from_dict import build, keys_of, to_plain
 from lmscale.config.model import FLOAT8_MULTIPLE, ModelConfig
 from lmscale.config.training import PrecisionConfig
@@ -44,7 +44,7 @@ class BenchConfig(Checked):
     precision: PrecisionConfig
     micro_batch_size: Positive
     peers: list = field(default_factory=lambda: ["hf_compiled"])
-    file: str | None = None
+    file: PathText | None = None
     seq_length: Positive | None = None
     compiles: bool = True
     cuda_graphs: bool = False
@@ -58,7 +58,7 @@ class BenchConfig(Checked):
     accelerator: Accelerator = "auto"
     num_threads: Positive | None = None
     trace: bool = False
-    record: str | None = None
+    record: PathText | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

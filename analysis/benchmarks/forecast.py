@@ -33,7 +33,7 @@ from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import with_busy_device
 from lmscale.planner.workload import Workload
-from lmscale.results import new_record, record_argument, report
+from lmscale.results import new_record, path_argument, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "analysis" / "benchmarks" / "records"
@@ -274,7 +274,7 @@ def main() -> int:
     parser.add_argument("--card", choices=CARDS, default="h200")
     parser.add_argument("--gib", type=float, help="memory of the card, for `fits`")
     parser.add_argument("--record", type=record_argument, help="file of a new forecast, or the one to compare")
-    parser.add_argument("--results", type=Path, default=RECORDS, help="folder of the rows' records")
+    parser.add_argument("--results", type=path_argument, default=RECORDS, help="folder of the rows' records")
     options, words = parser.parse_known_args()
     if options.what == "fits":
         print(left_out(words, options.card, options.gib) or "", end="")

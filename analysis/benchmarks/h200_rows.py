@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from lmscale.cli.errors import one_line_errors
 from lmscale.planner.memory import GIB, GPU_RESERVED_GIB
-from lmscale.results import checked_metric, new_record, write_record
+from lmscale.results import checked_metric, new_record, path_argument, write_record
 
 # What the measurements import, ours last: each brings in what it needs itself.
 IMPORTS = (
@@ -257,7 +257,7 @@ def read_finite(path: Path, metric: str) -> float:
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    file, files = {"type": Path}, {"type": Path, "nargs": "+"}
+    file, files = {"type": path_argument}, {"type": path_argument, "nargs": "+"}
     commands = {
         row: {"title": {}, "record": file, "metric": {}, "least": {"type": float}},
         keep: {"folder": file, "path": file},

@@ -5,7 +5,6 @@ not reach the others.
 """
 
 import multiprocessing
-import os
 import statistics
 import sys
 import time
@@ -16,10 +15,11 @@ import numpy as np
 import torch
 
 from analysis.benchmarks.config import FILE_PEERS, BenchConfig
+from lmscale.launcher import usable_cores
 from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record
-from lmscale.training.accelerator import resolve_accelerator
+from lmscale.runtime.accelerator import resolve_accelerator
 
 from .peers.contender import Contender, make_batches
 from .peers.ours import Ours
@@ -96,10 +96,10 @@ def set_threads(bench: BenchConfig) -> None:
         ValueError: more threads than cores.
     """
     if bench.num_threads is not None:
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         if bench.num_threads > cores:
             raise ValueError(
-                f"`num_threads` must be at most the {cores} cores of this machine, but is {bench.num_threads}"
+                f"`num_threads` must be at most the {cores} cores that this process may use, but is {bench.num_threads}"
             )
         torch.set_num_threads(bench.num_threads)
     torch.set_float32_matmul_precision("medium")

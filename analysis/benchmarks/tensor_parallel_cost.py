@@ -31,7 +31,7 @@ from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, open_channel, sample_dropout_keys
 from lmscale.results import new_record, record_argument, report
-from lmscale.training.runtime.cpu_settings import keep_heap
+from lmscale.runtime.cpu_settings import keep_heap
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 SHAPES = {"h512_l4": (512, 8, 4), "h1024_l2": (1024, 16, 2)}  # hidden size, heads, layers

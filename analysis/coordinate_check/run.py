@@ -6,7 +6,7 @@ model is trained a few steps on one batch of random tokens, at several widths (w
 by a power of the size. The check passes if no power is further from 0 than `--bound`. Of the configuration only `model`
 and `optimizer` are used.
 
-python analysis/coordinate_check/run.py model=gpt_tiny model.parametrization=completep
+python analysis/coordinate_check/run.py model=gpt_tiny model.initializer_std=0.02 model.parametrization=completep
 python analysis/coordinate_check/run.py --widths 128 256 512 --depths 2 4 8 --output mine.png model=bert_tiny \
     model.parametrization=mup optimizer.lr=2e-3
 
@@ -43,7 +43,7 @@ from lmscale.config.pretrain import RunConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
-from lmscale.results import new_record, record_argument
+from lmscale.results import new_record, path_argument, record_argument
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 # Fewer positions than a head has numbers. What many positions do to a weight does not add up but averages out, by the
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.25, help="largest power of the size that passes")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=path_argument,
         default=ANALYSIS.parent / "outputs" / "coordinate_check.png",
         help="figure",
     )

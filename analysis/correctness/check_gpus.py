@@ -43,7 +43,7 @@ from analysis.correctness.check_parts import (
 )
 from analysis.running import ROOT, Subprocess
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, write_record
+from lmscale.results import new_record, path_argument, write_record
 
 OUTPUTS = ROOT / "outputs" / "check_gpus"
 MOST_GPUS = 8
@@ -131,11 +131,13 @@ def main() -> int:
     """Check, print, record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="two CPU processes over gloo, tiny models")
-    parser.add_argument("--folder", type=Path, help="of runs, logs and report; default outputs/check_gpus/<time>")
+    parser.add_argument(
+        "--folder", type=path_argument, help="of runs, logs and report; default outputs/check_gpus/<time>"
+    )
     options = parser.parse_args()
     ranks = count_devices(options.rehearse)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the parts then end their processes
-    started = time.time()
+    started = time.monotonic()
     folder = (options.folder or OUTPUTS / time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
     folder.mkdir(parents=True)
     check = Check(folder, "cpu" if options.rehearse else "gpu", ranks)
@@ -150,10 +152,10 @@ def main() -> int:
     check.run("share of communication", measure_share)
     for left in folder.glob("*/checkpoints"):
         shutil.rmtree(left)
-    text = report_text(check, machine, time.time() - started)
+    text = report_text(check, machine, time.monotonic() - started)
     print(text)
     (folder / "report.txt").write_text(text + "\n", encoding="utf-8")
-    check.metrics["time"] = {"value": time.time() - started, "unit": "s"}
+    check.metrics["time"] = {"value": time.monotonic() - started, "unit": "s"}
     config = {"ranks": ranks, "accelerator": check.accelerator, "overrides": train_arguments(check, "bf16")}
     device = facts["devices"][0] if check.accelerator == "gpu" else "cpu"
     record = new_record("check_gpus", "run", config, None, check.metrics, device=device)

@@ -122,7 +122,7 @@ def train_arguments(check: Check, dtype: str) -> list[str]:
     batch_size = 2 * math.lcm(check.ranks, max(1, check.ranks // 2))  # for the data ranks of every layout
     return [
         str(ROOT / "src" / "train.py"),
-        *("model=gpt_tiny", f"model.num_layers={layers}", f"model.hidden_size={hidden}"),
+        *("model=gpt_tiny", "model.initializer_std=0.02", f"model.num_layers={layers}", f"model.hidden_size={hidden}"),
         *(f"model.num_attention_heads={heads}", f"model.max_position_embeddings={length}", f"data.seq_length={length}"),
         *("model.hidden_dropout=0.1", f"precision={dtype}", *kernels, "optimizer.lr=1e-3", "schedule.warmup_steps=2"),
         *("micro_batch_size=2", f"global_batch_size={batch_size}", f"trainer.max_steps={steps}"),

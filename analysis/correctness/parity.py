@@ -21,7 +21,12 @@ from lmscale.results import new_record, record_argument, write_record
 
 LAYOUTS = ((2, 1), (4, 1), (1, 2), (2, 2))  # tp_size, dp_size
 MODEL = ("model.num_layers=2", "model.hidden_size=24", "model.num_attention_heads=4", "model.hidden_dropout=0.2")
-MODEL += ("model.attention_dropout=0", "model.max_position_embeddings=33", "data.seq_length=33")
+MODEL += (
+    "model.initializer_std=0.02",
+    "model.attention_dropout=0",
+    "model.max_position_embeddings=33",
+    "data.seq_length=33",
+)
 RUN = ("tokenizer.vocab_size=600", "precision=fp64", "micro_batch_size=4", "global_batch_size=8", "optimizer.lr=1e-3")
 RUN += ("schedule=constant", "schedule.warmup_steps=1", "trainer.accelerator=cpu", "trainer.num_threads=1")
 RUN += ("trainer.validate_every_steps=0", "trainer.num_validation_samples=4", "trainer.progress_bar=false")

@@ -29,7 +29,7 @@ import torch
 from analysis.running import ROOT, Subprocess
 from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, record_argument, report
+from lmscale.results import new_record, path_argument, record_argument, report
 
 SAVE_EVERY, KEEP_LAST = 5, 3
 LIMIT_S = 3600  # of a job, once it is left alone
@@ -37,6 +37,7 @@ SETTINGS = (
     "model=gpt_tiny",
     "model.num_layers=2",
     "model.hidden_size=64",
+    "model.initializer_std=0.02",
     "data.seq_length=32",
     "tokenizer.vocab_size=800",
     "micro_batch_size=2",
@@ -62,7 +63,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--steps-per-kill", type=int, default=30, help="length of the run, in steps per kill")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, default=None, help="default: outputs/soak/<time>")
+    parser.add_argument("--folder", type=path_argument, default=None, help="default: outputs/soak/<time>")
     parser.add_argument("--record", type=record_argument, default=None, help="default: soak.json in the folder")
     options = parser.parse_args()
     if options.kills < 1 or options.steps_per_kill < 10:
@@ -71,7 +72,7 @@ def main() -> int:
     folder = (options.folder or ROOT / "outputs" / "soak" / time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
     folder.mkdir(parents=True)
     steps = options.kills * options.steps_per_kill
-    start = time.time()
+    start = time.monotonic()
     soak = Soak(folder / "soaked", folder / "soaked.log", steps, random.Random(options.seed))
     try:
         for number in range(options.kills):
@@ -81,7 +82,8 @@ def main() -> int:
         soak.job.end()
     Soak(folder / "untouched", folder / "untouched.log", steps, random.Random(0)).job.wait(LIMIT_S)
     differences = compare(folder / "soaked", folder / "untouched")
-    report(to_record(soak, differences, options, steps, time.time() - start), options.record or folder / "soak.json")
+    seconds = time.monotonic() - start
+    report(to_record(soak, differences, options, steps, seconds), options.record or folder / "soak.json")
     for line in soak.lost:
         print(line)
     return 1 if soak.lost or any(differences.values()) else 0

@@ -101,9 +101,9 @@ def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path:
         figure = page_figure("GPT ends {:.2f} nats below a unigram, BERT {:.2f}".format(*gains), 3.4)
         for axis, (model, run_dir) in zip(figure.subplots(1, 2), run_dirs.items(), strict=True):
             curve, found = read_curve(model, run_dir), measured[model]
-            axis.plot(curve["step"], curve["train"], color=BLUE, alpha=0.35, linewidth=0.8)
+            axis.plot(curve["step"], curve["train"], color=BLUE, alpha=0.35, linewidth=0.8, label="training")
             scored = curve.dropna(subset=["val"])
-            axis.plot(scored["step"], scored["val"], color=BLUE, marker="o", markersize=4)
+            axis.plot(scored["step"], scored["val"], color=BLUE, marker="o", markersize=4, label="validation")
             last, ends = curve["step"].iloc[-1], {}
             for name in ("unigram", "bigram", "trigram", "context-free"):
                 if name in found:
@@ -111,6 +111,7 @@ def draw(run_dirs: dict[str, Path], measured: dict[str, dict[str, float]], path:
                     ends[name] = last, found[name], GREY
             label_ends(axis, ends | {"model": (last, found["after"], BLUE)})
             axis.set(title=TITLES[model], xlabel="optimizer step", ylabel="loss, nats per token", xlim=(0, last))
+        figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
         figure.savefig(path)
 
 
@@ -166,12 +167,12 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, help="path of a record of both runs; none by default")
     options = parser.parse_args()
     print(f"This trains a GPT and a BERT, each on two tensor-parallel ranks: {EXPECTED_TIME}.", flush=True)
-    start = time.time()
+    start = time.monotonic()
     run_dirs = {model: train(model) for model in MARGIN_NATS}
     measured = {model: measure(model, run_dir) for model, run_dir in run_dirs.items()}
     picture = OUTPUT / "loss_curves.png"
     draw(run_dirs, measured, picture)
-    seconds = time.time() - start
+    seconds = time.monotonic() - start
     print(summarize(measured))
     if options.record:
         record_losses(run_dirs, measured, seconds, options.record)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT, run_python
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, record_argument, report
+from lmscale.results import new_record, path_argument, record_argument, report
 
 RECORDS = ROOT / "analysis" / "finetuning" / "records"
 SEEDS = (1, 2, 3)
@@ -206,7 +206,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, choices=SEEDS, default=list(SEEDS))
-    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "finetune_small", help="run folders")
+    parser.add_argument(
+        "--outputs", type=path_argument, default=ROOT / "outputs" / "finetune_small", help="run folders"
+    )
     parser.add_argument(
         "--records", type=record_argument, default=RECORDS / "finetune_small.jsonl", help="file of the runs' records"
     )

@@ -26,9 +26,10 @@ from analysis.norm_order.run_folder import NATS
 from analysis.norm_order.summary import summarize
 from analysis.report.records import read_lines
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, write_record
+from lmscale.results import new_record, path_argument, write_record
 
 ABOVE_POST = 0.03  # nats that B2T's mean loss may be above post-norm's
+RECOVERS = "recovers, by rate limits of two seeds"
 
 
 def recovery(cells: pd.DataFrame, limits: pd.DataFrame, tests: list[dict[str, Any]]) -> dict[str, bool]:
@@ -46,12 +47,12 @@ def recovery(cells: pd.DataFrame, limits: pd.DataFrame, tests: list[dict[str, An
             "limit at least twice post-norm's": bool(limit[layers, "b2t", 100] > limit[layers, "post", 100]),
         }
         found |= {f"b2t, {layers} layers: {name}": value for name, value in conditions.items()}
-        found[f"b2t, {layers} layers: recovers"] = all(conditions.values())
+        found[f"b2t, {layers} layers: {RECOVERS}"] = all(conditions.values())
     b2t = cells[cells["group"] == "deep_b2t"]
     above = set(b2t["lr"].map(place)) == {limit[48, "post", 100] + 1}
     found["b2t, 48 layers: learns at twice post-norm's limit"] = above and bool((b2t["state"] == "learned").all())
     for layers in (12, 24):
-        for warmup, name in ((400, "recovers"), (100, "100 steps do so too")):
+        for warmup, name in ((400, RECOVERS), (100, "100 steps do so too")):
             met = bool(limit[layers, "post", warmup] >= limit[layers, "pre", 100])
             found[f"warm-up of 400, {layers} layers: {name}"] = met
     return found
@@ -80,7 +81,7 @@ def refuted(
     return {
         "question 1": tests[6]["decision"] != "supported",
         "question 2": opposite(1) or opposite(2),
-        "question 3": bool(stuck_b2t(cells)) or not recovered["b2t, 24 layers: recovers"],
+        "question 3": bool(stuck_b2t(cells)) or not recovered[f"b2t, 24 layers: {RECOVERS}"],
         "question 4": tests[8]["decision"] != "supported"
         or rule["accuracy"] <= rule["loss_accuracy"]
         or share.get("stuck", 0.0) <= share.get("learned", 1.0),
@@ -161,7 +162,7 @@ def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
 def main() -> int:
     """Write the summaries and print the tests."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
+    parser.add_argument("--records", type=path_argument, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
     summaries = {}
     for study, file in FILES.items():

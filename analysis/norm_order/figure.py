@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from analysis.report.style import BLUE, FONT_SIZE, GREY, ORANGE, house_style, page_figure
+from analysis.report.style import BLUE, FONT_SIZE, GREEN, GREY, ORANGE, house_style, page_figure
 
 from .cells import STATISTICS, STEP, at_chosen_rates, learned_means
 from .hypotheses import Rule, mechanism_cells
@@ -20,7 +20,6 @@ from .limits import LIMIT_GROUPS
 from .run_folder import NATS
 from .tables import NAMES
 
-GREEN = "#00795a"
 COLORS = {"pre": BLUE, "post": ORANGE, "b2t": GREEN}
 MARKS = {"learned": "o", "stuck": "x", "diverged": "^"}
 _STARTS = {True: "scaled by 1/sqrt(2 L)", False: "not scaled"}
@@ -142,13 +141,13 @@ def draw_paired_losses(cells: pd.DataFrame, record: dict[str, Any]) -> Figure:
     """Final loss of each scored seed in every placement at its chosen rate: one panel per depth, one line per seed."""
     rows, tests = cells[cells["group"] == "losses"], record["config"]["tests"]
     depths = sorted(rows["layers"].unique())
-    words = [
-        f"{test['effect']:+.3f} nats at {n} layers"
-        for test, n in zip(tests[:2], depths, strict=True)
-        if test["method"] == "paired t"
-    ]
+    words = []
+    for test, n in zip(tests[:2], depths, strict=True):
+        lower = f"lower in {test['effect'] * test['n']:.0f} of {test['n']} seeds"
+        effect = f"{test['effect']:+.3f} nats" if test["method"] == "paired t" else lower
+        words.append(f"{effect} at {n} layers")
     with house_style():
-        figure = page_figure(f"Post-norm minus pre-norm: {', '.join(words)}", 3.4)
+        figure = page_figure(f"Post- minus pre-norm: {', '.join(words)}", 3.4)
         for axis, layers in zip(figure.subplots(1, len(depths), sharey=True), depths, strict=True):
             part = rows[rows["layers"] == layers]
             by_seed = part.pivot(index="seed", columns="order", values="train_loss").reindex(columns=list(COLORS))

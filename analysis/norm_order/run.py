@@ -41,7 +41,7 @@ from analysis.norm_order.run_folder import (
 )
 from analysis.report.records import add_line, read_lines
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, record_path, write_record
+from lmscale.results import new_record, path_argument, record_path, write_record
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS, RECORDS = Path(__file__).with_name("cells.yaml"), Path(__file__).with_name("records")
@@ -203,8 +203,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
-    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "norm_order", help="run folders")
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of the records")
+    parser.add_argument("--outputs", type=path_argument, default=ROOT / "outputs" / "norm_order", help="run folders")
+    parser.add_argument("--records", type=path_argument, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error(f"--jobs must be at least 1, but is {options.jobs}")

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from analysis.norm_order.run_folder import NATS, describe_losses, read_rows, reference_losses, training_samples
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, record_argument, report
+from lmscale.results import existing_path, new_record, record_argument, report
 
 ROOT = Path(__file__).resolve().parents[2]
 FORECAST = ROOT / "analysis" / "norm_order" / "records" / "true_widths_forecast.json"
@@ -171,9 +171,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("forecast").add_argument("--record", type=record_argument, default=FORECAST)
     kept = commands.add_parser("keep")
-    kept.add_argument("folder", type=Path)
+    kept.add_argument("folder", type=existing_path)
     kept.add_argument("record", type=record_argument)
-    commands.add_parser("compare").add_argument("records", type=Path, nargs="+")
+    commands.add_parser("compare").add_argument("records", type=existing_path, nargs="+")
     options = parser.parse_args()
     if options.command == "compare":
         forecasts = json.loads(FORECAST.read_text(encoding="utf-8"))

@@ -125,7 +125,14 @@ def _small_row(entry: Entry, context: Context) -> Found | None:
 
 def _record(entry: Entry, context: Context) -> Found | None:
     source = entry.source
-    return _recorded(source["record"], source["metric"], source["what"], source.get("record_unit"), context)
+    record, metric, what, unit = source["record"], source["metric"], source["what"], source.get("record_unit")
+    if isinstance(metric, str):
+        return _recorded(record, metric, what, unit, context)
+    arms = {arm: _recorded(record, each, what, unit, context) for arm, each in metric.items()}
+    if None in arms.values():
+        return None
+    first, values = next(iter(arms.values())), ", ".join(f"{arm} {found.ours:.4g}" for arm, found in arms.items())
+    return Found(first.kind, first.source, f"{values} ({first.unit})")
 
 
 def _recorded(pattern: str, metric: str, what: str, unit: str | None, context: Context) -> Found | None:
@@ -153,7 +160,7 @@ def _norm_order(entry: Entry, context: Context) -> Found | None:
     ended = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     loss, rate = metrics.get(f"{place}/{order}"), metrics[f"{place}/lr_{order}"]["value"]
     end = "" if loss is None else f": {loss['value']:.3f} {loss['unit']}"
-    what = f"runs of a small BERT of {depth} layers, learning rate {rate:g}"
+    what = f"runs of a small BERT whose {depth} layers stand for this model, learning rate {rate:g}"
     return Found(SCALED_DOWN, f"`norm_order.json`: {what}", f"{ended}{end}")
 
 

@@ -44,6 +44,7 @@ from analysis.scaling.tables import figure_1_rows, figure_5_rows
 from analysis.scaling_law.cells import tabulate
 from analysis.scaling_law.figure import study_figures
 from lmscale.cli.errors import one_line_errors
+from lmscale.results import path_argument
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -155,7 +156,7 @@ def fingerprint(figure: Figure) -> str:
 def main() -> int:
     """Draw the figures, and without `--only` write the page that shows them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "figures")
+    parser.add_argument("--folder", type=path_argument, default=ROOT / "outputs" / "figures")
     parser.add_argument("--only", metavar="NAME", help="one figure")
     options = parser.parse_args()
     records = read_records()

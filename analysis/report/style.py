@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 PAGE_WIDTH, DPI, FONT_SIZE = 8.0, 200, 9  # inches, pixels per inch, points
 TITLE_WIDTH = 85  # characters
 BLUE, ORANGE = "#0173b2", "#ad5f00"  # of seaborn's colour-blind palette; the orange is darker, to be legible as text
-GREY = "#6b7683"
+GREEN, PINK, GREY = "#00795a", "#b0559d", "#6b7683"
 PALETTE = {"paper": GREY, "ours": BLUE}
 
 

@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from analysis.report.records import ANALYSIS
 from analysis.report.style import house_style, label_ends, page_figure, prepare_figure
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import read_record, validation_set
+from lmscale.results import existing_path, path_argument, read_record, validation_set
 
 ROOT = ANALYSIS.parent
 NEWEST = 8  # runs shown by default
@@ -63,7 +64,7 @@ def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[li
     Raises:
         ValueError: one of `folders` holds no run.
     """
-    runs, left_out = [], []
+    runs, left_out, known = [], [], set()
     for folder in map(Path, folders) if folders else (root / "outputs", root / "multirun"):
         held = sorted({path.parent for name in ("record.json", "metrics.csv") for path in folder.rglob(name)})
         if folders and not held:
@@ -71,6 +72,9 @@ def find_runs(folders: Sequence[str | Path] = (), root: Path = ROOT) -> tuple[li
                 f"a run folder must have record.json or metrics.csv, but {folder} and the folders in it have none"
             )
         for run in held:
+            if run.resolve() in known:
+                continue
+            known.add(run.resolve())
             try:
                 runs.append(read_run(run))
             except ValueError as error:
@@ -134,15 +138,24 @@ def _read_curve(path: Path, last_step: int) -> pd.DataFrame:
 def tabulate(runs: Sequence[Run]) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
     """The table of runs, best first within each validation set, and the curve of each by its label.
 
-    A label has the overrides that differ between the runs, or the folder's name if they are long.
+    A label has the overrides that differ between the runs, or if they are long or do not tell two apart the folder.
     """
     shared = set.intersection(*(set(run.overrides) for run in runs))
     labels = [", ".join(word for word in run.overrides if word not in shared) for run in runs]
-    labels = [label if 0 < len(label) <= LONGEST else run.folder.name for label, run in zip(labels, runs, strict=True)]
-    labels = [label if labels.count(label) == 1 else f"{label} ({i + 1})" for i, label in enumerate(labels)]
+    labels = [
+        label if 0 < len(label) <= LONGEST and labels.count(label) == 1 else _short_path(run, runs)
+        for label, run in zip(labels, runs, strict=True)
+    ]
     table = pd.DataFrame([run.row for run in runs])
     table.index = pd.MultiIndex.from_arrays([[run.validation_set for run in runs], labels], names=RANKED)
     return _rank(table), {label: run.curve for label, run in zip(labels, runs, strict=True)}
+
+
+def _short_path(run: Run, runs: Sequence[Run]) -> str:
+    """The last parts of a run's folder, as many as no other run's ends in."""
+    folders, parts = [each.folder.resolve().parts for each in runs], run.folder.resolve().parts
+    ends = ("/".join(parts[-n:]) for n in range(1, len(parts) + 1) if sum(f[-n:] == parts[-n:] for f in folders) == 1)
+    return next(ends)
 
 
 def _rank(table: pd.DataFrame) -> pd.DataFrame:
@@ -193,6 +206,8 @@ def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
             loss.set_title(f"{name}\nline: training; points: validation", loc="left")
             if has_speed:
                 speed.set(xlabel="optimizer step", title="tokens per second", ylim=(0, None))
+            for axis in filter(None, (loss, speed)):
+                axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             label_ends(loss, ends, gap=0.07)
     return figure
 
@@ -201,8 +216,10 @@ def draw_runs(table: pd.DataFrame, curves: dict[str, pd.DataFrame]) -> Figure:
 def main() -> int:
     """Print the table of the runs and draw their curves."""
     parser = argparse.ArgumentParser(description="Training and validation loss of run folders, and their throughput.")
-    parser.add_argument("runs", nargs="*", help=f"run folders or folders of runs; none: the {NEWEST} newest")
-    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "figures" / "your_runs.png")
+    parser.add_argument(
+        "runs", nargs="*", type=existing_path, help=f"run folders or folders of runs; none: the {NEWEST} newest"
+    )
+    parser.add_argument("--output", type=path_argument, default=ROOT / "outputs" / "figures" / "your_runs.png")
     options = parser.parse_args()
     prepare_figure("--output", options.output)
     runs, left_out = find_runs(options.runs)

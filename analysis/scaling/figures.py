@@ -1,4 +1,4 @@
-"""Figures 1 and 5 (hatched bars are not in the cost model's fit); parameters and memory of the paper's models."""
+"""Figures 1 and 5 of the paper, by its numbers and by the cost model; parameters and memory of the paper's models."""
 
 import pandas as pd
 import seaborn as sns
@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 from analysis.report.style import BLUE, GREY, ORANGE, PALETTE, house_style, label_ends, page_figure
 
 from .sizes import paper_models
-from .study import BASELINE_FLOPS_PER_S, MICRO_BATCH
+from .study import BASELINE_FLOPS_PER_S, MICRO_BATCH, STUDY_TP_SIZES, TRAINING_DAYS
 from .tables import OURS, PAPER
 
 _LABELS = {"edge": ("black", "black"), "center": ("white", "white")}  # colors legible at that position
@@ -28,7 +28,8 @@ def draw_figure_5(rows: pd.DataFrame) -> Figure:
         f"Weak scaling: cells outside the fit are met within {worst:.1f} points, that at 128 GPUs within {outlier:.1f}"
     )
     with house_style("whitegrid"):
-        figure = _two_panels(rows, title, ["% of linear scaling"] * 2, sharey=True, fmt="%.0f")
+        hatched = (OURS, rows["role"].isin(("held out", "outlier")), "not in the fit")
+        figure = _two_panels(rows, title, ["% of linear scaling"] * 2, hatched, sharey=True, fmt="%.0f")
         figure.axes[0].set(ylim=(0, 110))
     return figure
 
@@ -44,13 +45,24 @@ def draw_figure_1(rows: pd.DataFrame) -> Figure:
     rows = rows.assign(linear=rows["GPUs"] * BASELINE_FLOPS_PER_S / 1e15)
     rows.loc[rows["GPUs"] <= 8, [PAPER, OURS, "linear"]] *= 1e3  # the left panel, in TFLOP/s
     with house_style("whitegrid"):
-        return _two_panels(rows, title, ["TFLOP/s", "PFLOP/s"], sharey=False, fmt="%.3g", label_type="center")
+        hatched = (PAPER, rows["certainty"] == "figure", "derived: paper's Figure 5 x 39 TFLOP/s x GPUs")
+        return _two_panels(rows, title, ["TFLOP/s", "PFLOP/s"], hatched, sharey=False, fmt="%.3g", label_type="center")
 
 
-def _two_panels(rows: pd.DataFrame, title: str, units: list[str], sharey: bool, **numbers: str) -> Figure:
+def _two_panels(
+    rows: pd.DataFrame,
+    title: str,
+    units: list[str],
+    hatched: tuple[str, pd.Series, str],
+    sharey: bool,
+    **numbers: str,
+) -> Figure:
     """Draw bars of both sources over the number of GPUs, without data parallelism (left) and with it (right).
 
-    A column `linear` is drawn as markers, a column `role` as hatching; `numbers` goes to `bar_label`.
+    A column `linear` is drawn as markers; `numbers` goes to `bar_label`.
+
+    Args:
+        hatched: source of the hatched bars, which rows they are of, and what hatching means.
     """
     figure = page_figure(title, 3.3)
     axes = figure.subplots(1, 2, sharey=sharey)
@@ -58,20 +70,22 @@ def _two_panels(rows: pd.DataFrame, title: str, units: list[str], sharey: bool, 
         tall = part.melt(id_vars=["GPUs"], value_vars=[PAPER, OURS], var_name="source", value_name="value")
         sns.barplot(tall, x="GPUs", y="value", hue="source", ax=axis, palette=_COLORS, saturation=1)
         axis.set(title=f"{panel} (V100)", ylabel=unit)
-        for container, color in zip(axis.containers, _LABELS[numbers.get("label_type", "edge")], strict=True):
-            axis.bar_label(container, fontsize=8, color=color, **numbers)
-        for bar, role in zip(axis.containers[1], part.get("role", []), strict=False):
-            bar.set_hatch("//" if role in ("held out", "outlier") else "")
+        colors = _LABELS[numbers.get("label_type", "edge")]
+        for source, bars, color in zip((PAPER, OURS), axis.containers, colors, strict=True):
+            texts = axis.bar_label(bars, fontsize=8, color=color, **numbers)
+            for bar, text, is_hatched in zip(bars, texts, hatched[1][part.index], strict=True):
+                if source == hatched[0] and is_hatched:
+                    bar.set_hatch("//")
+                    if color == "white":  # keep the number legible
+                        text.set_bbox({"facecolor": _COLORS[source], "edgecolor": "none", "pad": 1})
         axis.get_legend().remove()
         if "linear" in part:
             marks = {"color": "0.4", "marker": "_", "markersize": 30, "linestyle": "none"}
             axis.plot(range(len(part)), part["linear"], label="linear", **marks)
             axis.margins(y=0.1)
     handles, labels = axes[0].get_legend_handles_labels()
-    if "role" in rows:
-        handles.append(Patch(facecolor=PALETTE["ours"], edgecolor="white", hatch="//"))
-        labels.append("not in the fit")
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, handlelength=3)
+    handles.append(Patch(facecolor=_COLORS[hatched[0]], edgecolor="white", hatch="//"))
+    figure.legend(handles, [*labels, hatched[2]], loc="outside lower center", ncols=4, frameon=False, handlelength=3)
     return figure
 
 
@@ -105,6 +119,8 @@ def _least_share(rows: pd.DataFrame) -> str:
 def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
     """Draw memory per rank over tensor-parallel size with full recomputation, and what devices offer.
 
+    A ring marks the paper's size.
+
     Args:
         rows: result of `memory_table`.
         devices: GiB for tensors by name.
@@ -113,6 +129,9 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
     tall = rows.melt("model", [column for column in rows if column.startswith("tp ")], "tp", "GiB").dropna()
     tall["tensor ranks"] = tall["tp"].str.removeprefix("tp ").astype(int)
     sizes = sorted(tall["tensor ranks"].unique())
+    published = {cell.size: cell.tp_size for cell in TRAINING_DAYS} | STUDY_TP_SIZES
+    published = {f"gpt_{name.lower()}": size for name, size in published.items()}
+    marked = tall[tall["tensor ranks"] == tall["model"].map(published)]
     with house_style():
         figure = page_figure("Each GPT fits on V100s at the paper's number of tensor ranks", 3.6)
         axis = figure.subplots()
@@ -125,6 +144,9 @@ def draw_memory_wall(rows: pd.DataFrame, devices: dict[str, float]) -> Figure:
                 heads = paper_models()[model].num_attention_heads
                 text = f"{heads} heads are not\ndivisible by {sizes[-1]}"
                 axis.annotate(text, ends.iloc[-1], (4, -3), va="top", **style)
+        ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgecolor": "black"}
+        axis.plot(marked["tensor ranks"], marked["GiB"], linestyle="none", label="the paper's tensor ranks", **ring)
+        axis.legend(loc="lower left", frameon=False)
         axis.set_title(f"fp16, {MICRO_BATCH} sequences, full recomputation; dotted: GiB for tensors on each device")
         axis.set(xscale="log", yscale="log", xlabel="tensor ranks", ylabel="GiB per rank", xlim=(0.7, 8.3))
         axis.set_xticks(sizes, [str(size) for size in sizes])

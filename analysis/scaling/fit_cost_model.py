@@ -79,6 +79,26 @@ def measure(cluster: Cluster) -> dict[str, dict]:
     return metrics | blind(cluster)
 
 
+def log_linear() -> dict[str, dict]:
+    """The baseline of the held-out cells: residuals of a line in the logarithm of the number of GPUs.
+
+    It goes through the fit cells of the same curve and, without data parallelism, through 100 % at one GPU. Table 7 has
+    one number of GPUs and no such line.
+    """
+    metrics = {}
+    for held_out in (cell for cell in CELLS if cell.role == "held out"):
+        curve = [c for c in CELLS if (c.table, c.dp_size, c.role) == (held_out.table, held_out.dp_size, "fit")]
+        points = {c.layout.world_size: c.paper for c in curve} | ({1: 100.0} if held_out.dp_size == 1 else {})
+        if held_out.table != "Table 7":
+            line = np.polyfit(np.log(list(points)), list(points.values()), 1)
+            residual = float(np.polyval(line, np.log(held_out.layout.world_size))) - held_out.paper
+            metrics[f"log-linear/{held_out.table}, {held_out.label}"] = {
+                "value": residual,
+                "unit": "points over the paper",
+            }
+    return metrics
+
+
 def blind(cluster: Cluster) -> dict[str, dict]:
     """Residuals on the tables of 2020, which enter no constant except through their one-GPU time."""
     a100 = scaled_to(cluster, A100_PEAK, COPY_RATIO, LINK_RATIO)
@@ -110,7 +130,10 @@ def main() -> int:
     other = measure(fit(("held out",)))
     for name, entry in metrics.items():
         print(f"{name:<44}{entry['value']:>10.3f} {entry['unit']:<32} other half: {other[name]['value']:>9.3f}")
-    metrics |= {f"other half/{name}": entry for name, entry in other.items()}
+    baseline = log_linear()
+    for name, entry in baseline.items():
+        print(f"{name:<44}{entry['value']:>10.3f} {entry['unit']}")
+    metrics |= {f"other half/{name}": entry for name, entry in other.items()} | baseline
     config = {
         "ranges": {name: {"unit": e[0], "low": e[2], "high": e[3], "why": e[4]} for name, e in CONSTANTS.items()},
         "anchor": "the 1.2 B model at 39 TFLOP/s on one GPU sets product_share",

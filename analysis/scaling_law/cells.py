@@ -17,6 +17,7 @@ from lmscale.results import read_record, validation_set
 
 ARM = ["family", "norm_order", "qk_norm", "parametrization"]
 SIZE = ["num_layers", "hidden_size"]
+LEARNED = 0.1  # nats below a unigram model: a run that ends there has learned
 KEPT = ("name", "model", "data", "tokenizer", "optimizer", "schedule", "trainer", "precision", "global_batch_size")
 SHAPE = ("num_attention_heads", "ffn_hidden_size", "layer_norm_eps", "gelu")  # which follow from the others
 VARIED = {  # keys that may differ between the runs of one study
@@ -135,3 +136,9 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
 def mean_losses(runs: pd.DataFrame) -> pd.Series:
     """Mean loss over the seeds by rate; inf where the loss of one is not finite."""
     return runs["loss"].fillna(math.inf).groupby(runs["lr"]).mean()
+
+
+def learned_means(runs: pd.DataFrame) -> pd.Series:
+    """Mean loss over the seeds by rate; nan unless all have learned."""
+    learned = (runs["loss"] <= runs["unigram"] - LEARNED).groupby(runs["lr"]).all()
+    return mean_losses(runs).where(learned)

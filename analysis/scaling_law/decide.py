@@ -24,16 +24,15 @@ from analysis.norm_order.hypotheses import LEVEL, holm
 from analysis.report.records import metrics_table
 from analysis.report.style import prepare_figure
 from analysis.scaling_law import law, run
-from analysis.scaling_law.cells import ARM, SIZE, mean_losses, read_runs, tabulate
+from analysis.scaling_law.cells import ARM, LEARNED, SIZE, mean_losses, read_runs, tabulate
 from analysis.scaling_law.figure import check_one_panel, draw_rates
 from analysis.scaling_law.transfer import CONDITION, pooled, references, shifts, transfer
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, write_record
+from lmscale.results import existing_path, new_record, path_argument, write_record
 
 NUM_RESAMPLES = 1000
 WITHIN = 1.0  # octaves: a best rate that moves less stays
-LEARNED = 0.1  # nats below a unigram model: a run that ends there has learned
-UNITS = dict.fromkeys(("shift", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
+UNITS = dict.fromkeys(("shift", "least", "most", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
 UNITS |= dict.fromkeys(("penalty", "gain", "sensitivity_mean", "sensitivity_low", "sensitivity_high"), "nats")
 
 
@@ -137,7 +136,10 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
 
     Returns:
         per test: `test`, its number; `claim`; `p` and `p_holm`; `decided`, whether its cells have run and their best
-        rates are inside the grid; `supported`; `refuted`, whether the plan calls the claim wrong.
+        rates are inside the grid; `supported`; `refuted`, whether the plan calls the claim wrong. Tests 3 and 6 also
+        have `contrast`, the mean over seeds of the scaled minus the standard shift (octaves), in which the base, which
+        their pooled deviation counts twice, cancels, and `contrast_p` of a paired one-sided t test of it. These decide
+        nothing.
     """
     moved = shifts(cells)
     moved = moved[[condition[:3] == ("gpt", "pre", False) for condition in moved.index]]
@@ -146,7 +148,7 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
         ("width", "mup", (4, 256), False),
         ("depth", "completep", (16, 64), True),
     ):
-        p, outside = [math.nan] * 3, False
+        p, outside, contrast = [math.nan] * 3, False, {}
         if complete[group]:
             of_group = moved[(moved.index.get_level_values("num_layers") > 4) == deeper]
             spread, freedom = pooled(of_group)
@@ -157,6 +159,8 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
             error, outside = spread / math.sqrt(len(scaled)), bool(moves > WITHIN)
             more = (scaled.abs() - standard.abs()).mean(skipna=False) / math.sqrt(2)
             p = [stats.t.cdf(t / error, freedom) for t in (falls, moves - WITHIN, more)]
+            paired = stats.ttest_rel(scaled, standard, alternative="greater")
+            contrast = {"contrast": float((scaled - standard).mean()), "contrast_p": float(paired.pvalue)}
         what = f"from width 64 to {size[1]}" if group == "width" else f"from 4 to {size[0]} layers"
         claims = (
             f"under standard the best rate falls {what}",
@@ -166,6 +170,7 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
         for claim, q, wrong in zip(claims, p, (False, outside, False), strict=True):
             known = math.isfinite(q)
             tests.append({"claim": claim, "p": float(q) if known else 1.0, "decided": known, "refuted": wrong})
+        tests[-1] |= contrast if tests[-1]["decided"] else {}
         opposites += [1.0, 1.0, 1.0 - tests[-1]["p"] if tests[-1]["decided"] else 1.0]
     p_holm, p_opposite = holm([test["p"] for test in tests]), holm(opposites)
     for number, test in enumerate(tests):
@@ -206,8 +211,9 @@ def recorded_laws(record: dict[str, Any]) -> pd.DataFrame:
 def main() -> int:
     """Print the tables; for the study also decide its tests and write its summary."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("paths", nargs="*", type=Path, help="folders of runs and files of records; none: the study")
-    parser.add_argument("--figure", type=Path, help="of the loss over the rate, of one family and placement")
+    paths = "folders of runs and files of records; none: the study"
+    parser.add_argument("paths", nargs="*", type=existing_path, help=paths)
+    parser.add_argument("--figure", type=path_argument, help="of the loss over the rate, of one family and placement")
     options = parser.parse_args()
     if options.figure is not None:
         prepare_figure("--figure", options.figure)
@@ -242,7 +248,10 @@ def outcome(test: dict[str, Any]) -> str:
     if not test["decided"]:
         return "not decided: cells are missing, or a best rate is beyond the grid"
     words = "supported" if test["supported"] else "refuted" if test["refuted"] else "not supported"
-    return f"{words} (p {test['p_holm']:.2g} after Holm)"
+    result = f"{words} (p {test['p_holm']:.2g} after Holm)"
+    if "contrast" in test:
+        result += f"; the difference {test['contrast']:+.3f} octaves, paired p {test['contrast_p']:.2g}"
+    return result
 
 
 if __name__ == "__main__":

@@ -6,13 +6,22 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from analysis.report.style import BLUE, GREY, ORANGE, house_style, page_figure
+from analysis.report.style import BLUE, GREEN, GREY, ORANGE, PINK, house_style, page_figure
 
-from .cells import mean_losses
+from .cells import learned_means
 from .law import fit_surface
-from .transfer import transfer
+from .transfer import CONDITION, transfer
 
 WIDTH, DEPTH = "hidden_size", "num_layers"
+SIZES = {WIDTH: "width", DEPTH: "layers"}
+FAMILIES = {"gpt": "GPT", "bert": "BERT"}
+PLACEMENTS = {"pre": "pre-norm", "post": "post-norm", "peri": "Peri-LN"}
+PARAMETRIZATIONS = {  # name and colour
+    "standard": ("standard", BLUE),
+    "mup": ("muP", ORANGE),
+    "completep": ("CompleteP", GREEN),
+    "completep_unpublished": ("CompleteP's rules (published for pre-norm)", PINK),
+}
 STEPS_TOKENS = 614_400  # of every run of the study but those of its law
 
 
@@ -27,18 +36,21 @@ def study_figures(cells: pd.DataFrame) -> dict[str, tuple[str, Figure]]:
     base = (cells["family"] == "gpt") & (cells["parametrization"] == "standard") & (cells["parameters"] < 250_000)
     return {
         "rates": (
-            "Validation loss of GPTs over the learning rate, by width and depth. Points are seeds, lines their means",
+            "Validation loss of GPTs over the learning rate, by width and depth. Points are seeds, lines their "
+            "means where all learn",
             draw_rates(cells[usual & pre_norm], "Under standard the best rate falls with width, under muP it stays"),
         ),
         "shifts": (
-            "How far the best learning rate moves from that of the base, 4 layers x 64, with 95 % intervals",
+            "How far the best learning rate moves from that of the base, 4 layers x 64, with the range "
+            "over three seeds",
             draw_shifts(
                 transfer(cells),
                 "Four times the width: the best rate falls 1.6 to 2 octaves, under muP at most 0.4",
             ),
         ),
         "sensitivity": (
-            "Validation loss of a GPT of 4 layers x 64 over the learning rate, by placement; dotted: a unigram model",
+            "Validation loss of a GPT of 4 layers x 64 over the learning rate, by placement. Points are seeds, "
+            "lines their means where all learn",
             draw_sensitivity(cells[usual & base], "Peri-LN loses least at too high rates, post-norm most"),
         ),
         "law": (
@@ -68,7 +80,8 @@ def draw_rates(cells: pd.DataFrame, title: str) -> Figure:
     """Draw loss over rate for the parametrizations of one family and placement: the upper row over width, the lower
     over depth.
 
-    Points are seeds and lines their means; the larger the size, the darker. The smallest size stands in every panel.
+    Points are seeds and lines their means where all have learned; the larger the size, the darker. The smallest size
+    stands in every panel.
     """
     smallest = cells[cells["parameters"] == cells["parameters"].min()]
     others = cells[cells["parameters"] > cells["parameters"].min()]
@@ -79,8 +92,8 @@ def draw_rates(cells: pd.DataFrame, title: str) -> Figure:
         figure = page_figure(title, 0.5 + 2.6 * -(-len(arms) // 2))
         axes = figure.subplots(-(-len(arms) // 2), 2, sharex=True, sharey=True, squeeze=False)
         for axis, (key, arm, runs) in zip(axes.flat, arms, strict=False):
-            _draw_lines(axis, dict(list(pd.concat([smallest, runs]).groupby(key))), key.replace("_", " "))
-            axis.set_title(f"{arm}, by {key.replace('_', ' ')}", loc="left")
+            _draw_lines(axis, dict(list(pd.concat([smallest, runs]).groupby(key))), SIZES[key])
+            axis.set_title(f"{PARAMETRIZATIONS[arm][0]}, by {SIZES[key]}", loc="left")
         for axis in axes[:, 0]:
             axis.set_ylabel("validation loss (nats/token)")
     return figure
@@ -89,7 +102,7 @@ def draw_rates(cells: pd.DataFrame, title: str) -> Figure:
 def _draw_lines(axis: Axes, lines: dict[object, pd.DataFrame], title: str) -> None:
     colors = [colormaps["viridis"](0.75 - 0.75 * i / max(len(lines) - 1, 1)) for i in range(len(lines))]
     for (label, runs), color in zip(lines.items(), colors, strict=True):
-        means = mean_losses(runs)
+        means = learned_means(runs)
         axis.plot(means.index, means, color=color, linewidth=1.2, label=str(label))
         axis.plot(runs["lr"], runs["loss"], "o", color=color, markersize=3, alpha=0.7)
     axis.set(xscale="log", xlabel="peak learning rate")
@@ -97,43 +110,54 @@ def _draw_lines(axis: Axes, lines: dict[object, pd.DataFrame], title: str) -> No
 
 
 def draw_shifts(table: pd.DataFrame, title: str) -> Figure:
-    """Draw the shift of every condition of `transfer` with its interval; the band is one octave either way."""
-    table = table.dropna(subset="shift")
+    """Draw the shift of every condition of `transfer` with the range over its seeds, by placement and then by size."""
+    order = {"family": False, "norm_order": False, "qk_norm": True, "num_layers": True, "hidden_size": True}
+    order |= {"parametrization": False}  # in the order of `PARAMETRIZATIONS`, and pre-norm before post-norm
+    table = table.dropna(subset="shift").sort_index(level=list(order), ascending=list(order.values()))
+    groups = table.groupby(level=CONDITION[:3], sort=False).ngroup()
+    table = table.assign(place=-np.arange(len(table)) - 0.7 * groups)
     with house_style():
         figure = page_figure(title, 1.0 + 0.24 * len(table))
         axis = figure.subplots()
-        axis.axvspan(-1, 1, color=GREY, alpha=0.15, linewidth=0)
+        axis.axvspan(-1, 1, color=GREY, alpha=0.15, linewidth=0, label="within one octave")
         axis.axvline(0, color=GREY, linewidth=0.8)
-        places = range(len(table))[::-1]
-        errors = [table["shift"] - table["low"], table["high"] - table["shift"]]
-        axis.errorbar(table["shift"], places, xerr=errors, fmt="o", color=BLUE, markersize=4.5, capsize=2.5)
-        axis.set_yticks(places, [_condition(index) for index in table.index])
+        for name, (label, color) in PARAMETRIZATIONS.items():
+            rows = table[table.index.get_level_values("parametrization") == name]
+            if len(rows):
+                errors = [rows["shift"] - rows["least"], rows["most"] - rows["shift"]]
+                style = {"fmt": "o", "color": color, "markersize": 4.5, "capsize": 2.5, "label": label}
+                axis.errorbar(rows["shift"], rows["place"], xerr=errors, **style)
+        axis.set_yticks(table["place"], [_condition(index) for index in table.index])
         axis.set_xlabel("octaves from the best learning rate of the smallest size")
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
     return figure
 
 
 def _condition(index: tuple) -> str:
     family, norm_order, qk_norm, parametrization, layers, width, *_ = index
-    return f"{family}, {norm_order}{', QK-norm' * qk_norm}, {parametrization}, {layers} x {width}"
+    arm = f"{FAMILIES[family]}, {PLACEMENTS[norm_order]}{', QK-norm' * qk_norm}"
+    return f"{arm}, {layers} layers x {width}, {PARAMETRIZATIONS[parametrization][0].partition(' (')[0]}"
 
 
 def draw_sensitivity(cells: pd.DataFrame, title: str) -> Figure:
-    """Draw loss over rate of one size, a line per placement; dashed with QK-norm. Points are seeds.
+    """Draw loss over rate of one size, a line per placement; dashed with QK-norm.
 
+    Points are seeds and lines their means where all have learned.
     A loss above that of a unigram model is drawn as that.
     """
     cells = cells.assign(loss=cells["loss"].fillna(np.inf).clip(upper=cells["unigram"]))
+    cells = cells.sort_values(["norm_order", "qk_norm"], ascending=[False, True])
     orders = cells["norm_order"].unique()
-    colors = dict(zip(orders, (BLUE, ORANGE, "#029e73"), strict=False))
+    colors = dict(zip(orders, (BLUE, ORANGE, GREEN), strict=False))
     with house_style():
         figure = page_figure(title, 3.4)
         axis = figure.subplots()
         for (order, qk_norm), runs in cells.groupby(["norm_order", "qk_norm"], sort=False):
             style = {"color": colors[order], "linestyle": "--" if qk_norm else "-", "linewidth": 1.2}
-            means = mean_losses(runs)
-            axis.plot(means.index, means, label=f"{order}{', QK-norm' * qk_norm}", **style)
+            means = learned_means(runs)
+            axis.plot(means.index, means, label=f"{PLACEMENTS[order]}{', QK-norm' * qk_norm}", **style)
             axis.plot(runs["lr"], runs["loss"], "o", color=colors[order], markersize=3, alpha=0.5)
-        axis.axhline(cells["unigram"].iloc[0], color=GREY, linestyle=":", linewidth=1)
+        axis.axhline(cells["unigram"].iloc[0], color=GREY, linestyle=":", linewidth=1, label="unigram model")
         axis.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss (nats/token)")
         axis.legend(frameon=False)
     return figure

@@ -24,7 +24,7 @@ from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT, run_python
 from analysis.scaling_law.cells import describe_run
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import record_argument
+from lmscale.results import path_argument, record_argument
 
 RECORDS = Path(__file__).parent / "records" / "scaling_law.jsonl"
 RATE, SEED = "optimizer.lr", "seed"
@@ -124,7 +124,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--groups", nargs="+", metavar="NAME", help="only these groups")
     parser.add_argument("--list", action="store_true", help="print the planned cells and run nothing")
-    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs" / "scaling", help="run folders")
+    parser.add_argument("--outputs", type=path_argument, default=ROOT / "outputs" / "scaling", help="run folders")
     parser.add_argument("--records", type=record_argument, default=RECORDS, help="file of the cells' records")
     options = parser.parse_args()
     named = {"name", RATE, SEED, "model.parametrization", "model.hidden_size", *DEFAULTS}

@@ -80,9 +80,10 @@ def transfer(cells: pd.DataFrame) -> pd.DataFrame:
     """The shift and the penalty of every condition.
 
     Returns:
-        indexed by `CONDITION`: `shift` (octaves, mean over seeds; nan where a seed has none); `low` and `high`, its
-        95 % interval, whose standard deviation is pooled over the conditions of its family and placement, those that
-        differ from the reference in depth apart from the others; `penalty` (nats): mean loss at the reference's best
+        indexed by `CONDITION`: `shift` (octaves, mean over seeds; nan where a seed has none); `least` and `most`, of
+        the seeds; `low` and `high`, the plan's 95 % interval, whose standard deviation is pooled over the conditions of
+        its family and placement, those that differ from the reference in depth apart from the others, as if these did
+        not share the reference's runs; `penalty` (nats): mean loss at the reference's best
         rate of the grid minus the lowest mean loss; nan where a best rate is at an end, or that rate has not run;
         `gain` (nats): lowest mean loss of the reference minus that of the condition.
     """
@@ -98,5 +99,7 @@ def transfer(cells: pd.DataFrame) -> pd.DataFrame:
         mean = shift.mean(skipna=False)
         reference, own = means[compared[condition]], means[condition]
         penalty = math.nan if math.isnan(mean) else own.get(reference.idxmin(), math.nan) - own.min()
-        rows.append((mean, mean - half, mean + half, penalty, reference.min() - own.min()))
-    return pd.DataFrame(rows, index=moved.index, columns=["shift", "low", "high", "penalty", "gain"])
+        least, most = shift.min(skipna=False), shift.max(skipna=False)
+        rows.append((mean, least, most, mean - half, mean + half, penalty, reference.min() - own.min()))
+    columns = ["shift", "least", "most", "low", "high", "penalty", "gain"]
+    return pd.DataFrame(rows, index=moved.index, columns=columns)

@@ -15,9 +15,8 @@ SIZES = {"width": [64, 256], "depth": [2, 8], "head size": [16, 128]}
 
 def failing(family: str, name: str, axes: dict[str, list[int]], seeds: int) -> list[str]:
     """The parts that fail, as `axis part`."""
-    config = coordinate_check.read_config(
-        [f"model={family}_tiny", f"model.parametrization={name}", "optimizer.lr=1e-3"]
-    )
+    words = f"model={family}_tiny", "model.initializer_std=0.02", f"model.parametrization={name}", "optimizer.lr=1e-3"
+    config = coordinate_check.read_config(list(words))
     axes = dict.fromkeys(SIZES, []) | axes
     rows = coordinate_check.check(config, axes, seeds=seeds, steps=5, readout_steps=15)
     return [f"{row['axis']} {row['part']}" for row in rows if abs(row["power"]) > 0.25]

@@ -62,6 +62,15 @@ def test_every_held_out_cell_is_within_two_points_and_a_half(figures: dict[str, 
     assert max(map(abs, held_out.values())) < 2.5
 
 
+def test_a_line_through_the_fit_cells_is_the_baseline_of_the_held_out_ones() -> None:
+    """At 256 GPUs 96 - 22 x 2/3 = 81.33, where the paper has 79; at 2 and 8 a line from 100 through 82 at 4."""
+    found = {name.removeprefix("log-linear/"): entry["value"] for name, entry in fit_cost_model.log_linear().items()}
+    expected = {"MP, 2 GPUs": 91 - 95, "MP, 8 GPUs": 73 - 77, "MP+DP, 256 GPUs": 96 - 22 * 2 / 3 - 79}
+    assert {
+        key.removeprefix("Figure 5, "): value for key, value in found.items() if "Figure 5" in key
+    } == pytest.approx(expected)
+
+
 def test_the_cell_at_128_gpus_is_within_nine_points(figures: dict[str, float]) -> None:
     outliers = of(figures, "outlier/")
     assert list(outliers) == ["outlier/Figure 5, MP+DP, 128 GPUs"]
@@ -147,6 +156,8 @@ def test_the_memory_wall_states_its_batch_and_why_a_model_lacks_a_size() -> None
     words = {text.get_text() for text in axis.texts}
     assert axis.get_title().startswith("fp16, 8 sequences, full recomputation")
     assert "20 heads are not\ndivisible by 8" in words and "V100, 30.0" in words
+    (rings,) = (line for line in axis.lines if line.get_label() == "the paper's tensor ranks")
+    assert sorted(rings.get_xdata()) == [1, 1, 2, 4, 8] and max(rings.get_ydata()) < DEVICES["V100"]
 
 
 def test_figure_5_has_every_bar_of_the_paper_with_its_role(fitted: Cluster) -> None:
@@ -167,6 +178,8 @@ def test_figure_5_has_every_bar_of_the_paper_with_its_role(fitted: Cluster) -> N
     figure = draw_figure_5(rows)
     heights = [bar.get_height() for axis in figure.axes for bars in axis.containers[:1] for bar in bars]
     assert heights == rows["paper"].tolist()
+    hatched = [bool(bar.get_hatch()) for axis in figure.axes for bars in axis.containers[1:2] for bar in bars]
+    assert hatched == [False, True, False, True, False, True, True, False]
 
 
 def test_figure_1_uses_the_two_printed_values(fitted: Cluster) -> None:
@@ -179,6 +192,9 @@ def test_figure_1_uses_the_two_printed_values(fitted: Cluster) -> None:
     one, many = figure.axes
     assert (one.get_ylabel(), many.get_ylabel()) == ("TFLOP/s", "PFLOP/s")
     assert many.containers[0][-1].get_height() == 15.1
+    hatched = [bool(bar.get_hatch()) for axis in figure.axes for bar in axis.containers[0]]
+    assert hatched == [False] + [True] * 6 + [False]  # derived, which the legend says
+    assert "derived: paper's Figure 5" in figure.legends[0].get_texts()[-1].get_text()
     assert one.texts[0].get_text() == "39" and many.texts[3].get_text() == "15.1"
     linear = [line for line in many.lines if line.get_label() == "linear"]
     assert linear[0].get_ydata()[-1] == pytest.approx(512 * 0.039)

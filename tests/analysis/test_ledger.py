@@ -138,12 +138,17 @@ def test_the_small_studies_fill_figures_6_and_7() -> None:
             study["metrics"][f"{place}/{state}"] = {"value": value, "unit": "cells at the chosen rate"}
         study["metrics"][place.replace("/post", "/lr_post")] = {"value": 0.003, "unit": "1"}
     sizes = made_record("scaled_down", "gpt_pre_mup_4x256/gain", 0.0625, "nats")
+    sizes["metrics"]["gpt_pre_standard_4x256/gain"] = {"value": -0.5, "unit": "nats"}
     rows = ledger(context({"norm_order.json": study, "scaling_law.json": sizes})).set_index("id")
     assert rows.loc["figure_7/bert_336m/post", "ours"] == "3 learned: 4.875 nats/masked token"
     assert rows.loc["figure_7/bert_752m/post", "ours"] == "1 learned, 2 diverged"  # there is no mean of diverged runs
-    assert rows.loc["figure_7/bert_752m/post", "from"].endswith("of a small BERT of 24 layers, learning rate 0.003")
+    assert rows.loc["figure_7/bert_752m/post", "from"].endswith(
+        "whose 24 layers stand for this model, learning rate 0.003"
+    )
     assert rows.loc["figure_7/bert_752m/pre", "evidence"] == "not run"  # the study has no such cell
-    assert rows.loc["figure_6/trend", "ours"] == "0.0625 (nats by which width 256 is better than 64)"
+    assert rows.loc["figure_6/trend", "ours"] == (
+        "standard -0.5, muP 0.0625 (nats by which width 256 is better than 64)"
+    )
 
 
 def test_small_measurements_are_listed_only_for_the_smallest_model(rows) -> None:

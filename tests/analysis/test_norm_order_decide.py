@@ -10,7 +10,8 @@ from made_studies import LIMITS, learns, loss, make_cells, tells
 
 from analysis.norm_order import decide as script
 from analysis.norm_order.cells import CANDIDATES, LOSS, early_statistics
-from analysis.norm_order.decide import decide
+from analysis.norm_order.decide import RECOVERS, decide
+from analysis.norm_order.figure import draw_paired_losses
 from analysis.norm_order.hypotheses import Rule, fix_rule, holm, mechanism_cells
 from analysis.norm_order.limits import (
     exponent,
@@ -24,6 +25,7 @@ from analysis.norm_order.limits import (
 from analysis.norm_order.run import RECORDS, Cell
 from analysis.norm_order.tables import limits_table, table_of_tests
 from analysis.report.records import read_lines
+from lmscale.results import read_record
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,11 @@ def test_the_committed_summaries_match_the_committed_cells(tmp_path, monkeypatch
         once, again = (json.loads((folder / name).read_text()) for folder in (RECORDS, tmp_path))
         for key in ("metrics", "config"):
             assert again[key] == nearly(once[key])
+
+
+def test_the_title_of_the_paired_losses_has_both_depths(committed) -> None:
+    title = draw_paired_losses(committed, read_record(RECORDS / "norm_order_study.json")).get_suptitle()
+    assert title == "Post- minus pre-norm: -0.156 nats at 12 layers, lower in 5 of 8 seeds at 24 layers"
 
 
 def nearly(value: object) -> object:
@@ -98,8 +105,8 @@ def test_planted_effects_are_found(planted, outcome) -> None:
         limits = {layers: at for layers, at in limits.items() if (order, layers) != ("b2t", 48)}  # one rate, no limit
         assert rows.groupby("layers")["place"].agg(["min", "max"]).to_dict() == {"min": limits, "max": limits}
     recovered = found["recovery"]
-    assert recovered["b2t, 24 layers: recovers"] and recovered["b2t, 48 layers: learns at twice post-norm's limit"]
-    assert recovered["b2t, 12 layers: recovers"] is False and recovered["warm-up of 400, 24 layers: recovers"]
+    assert recovered[f"b2t, 24 layers: {RECOVERS}"] and recovered["b2t, 48 layers: learns at twice post-norm's limit"]
+    assert recovered[f"b2t, 12 layers: {RECOVERS}"] is False and recovered[f"warm-up of 400, 24 layers: {RECOVERS}"]
     assert recovered["warm-up of 400, 12 layers: 100 steps do so too"] and found["tests"][11]["unit"] == "nats/token"
     assert not recovered["warm-up of 400, 24 layers: 100 steps do so too"] and set(found["refuted"].values()) == {False}
 

@@ -21,7 +21,8 @@ from analysis.scaling_law.cells import read_runs, tabulate
 from lmscale.cli.conf_files import look_up
 
 TRUTH = law.Surface(1.8, 400.0, 4000.0, 0.34, 0.37)
-SIZES, TOKENS, NUM_SEEDS = (3e4, 1e5, 2.5e5, 7e5, 1.5e6), (2.5e5, 5e5, 1e6), 3
+OURS = law.Surface(0.0, 109.4, 34.92, 0.449, 0.183)  # what the study's runs give
+SIZES, TOKENS, NUM_SEEDS = (7e4, 2.4e5, 5e5, 8.7e5, 1.9e6), (2.5e5, 5e5, 1e6), 3
 MINIATURE = ["tokenizer.vocab_size=300", "data.seq_length=8", "micro_batch_size=1", "global_batch_size=1"]
 MINIATURE += ["trainer.num_validation_samples=4"]
 
@@ -61,17 +62,17 @@ def test_one_bad_run_does_not_move_the_law() -> None:
 
 def test_too_few_sizes_tokens_or_runs_are_refused() -> None:
     n, d, losses = drawn(0.0)
-    for keep, what in ((n < 2e5, "3 sizes, but there are 2"), (d < 3e5, "3 numbers of tokens, but there are 1")):
+    for keep, what in ((n < 4e5, "3 sizes, but there are 2"), (d < 3e5, "3 numbers of tokens, but there are 1")):
         with pytest.raises(ValueError, match=what):
             law.fit_surface(n[keep], d[keep], losses[keep])
 
 
 @pytest.mark.slow
 def test_intervals_cover_the_law_as_often_as_they_say() -> None:
-    """40 studies with the noise of seeds that ours have (0.003); a nominal 95 % interval must cover in 80 to 100 %."""
-    truth, covered = np.array([TRUTH.alpha, TRUTH.beta, TRUTH.compute_exponent]), np.zeros(3)
-    for seed in range(40):
-        data = drawn(0.003, seed)
+    """The numbers of results.md: 100 studies with the law and the noise of ours (0.0066)."""
+    truth, covered, exponents = np.array([OURS.alpha, OURS.beta, OURS.compute_exponent]), np.zeros(3), []
+    for seed in range(100):
+        data = drawn(0.0066, seed, OURS)
         found = law.fit_surface(*data)
 
         def again(n, d, y, found=found):
@@ -80,8 +81,10 @@ def test_intervals_cover_the_law_as_often_as_they_say() -> None:
 
         low, high = law.interval(again, *data, num_resamples=100).T
         covered += (low <= truth) & (truth <= high)
-        assert found.compute_exponent == pytest.approx(TRUTH.compute_exponent, abs=0.08)
-    assert np.all(covered >= 32), covered
+        exponents.append((found.alpha, found.beta, found.compute_exponent))
+    assert covered.tolist() == pytest.approx([97, 93, 97], abs=1)
+    assert np.mean(exponents, axis=0) - truth == pytest.approx([0.007, 0.022, 0.021], abs=0.002)
+    assert np.std(exponents, axis=0) == pytest.approx([0.048, 0.032, 0.038], abs=0.002)
 
 
 def test_lack_of_fit_is_one_for_the_law_and_large_for_another() -> None:
@@ -142,6 +145,8 @@ def test_tests_wait_for_their_cells_and_then_decide() -> None:
     decided = decide.decide(cells, {"width": True, "depth": True})
     assert [test["supported"] for test in decided] == [True] * 3 + [False] * 3  # completep moves, standard does not
     assert [test["refuted"] for test in decided] == [False] * 4 + [True] * 2
+    assert decided[5]["contrast"] == pytest.approx(-1.6, abs=0.2)  # completep's shift of -1.5 minus standard's of 0.1
+    assert "; the difference -1." in decide.outcome(decided[5]) and decided[2]["contrast_p"] < 0.01
     words = [decide.outcome(test).partition(" (")[0] for test in (*waiting, *decided[3:])]
     missing = "not decided: cells are missing, or a best rate is beyond the grid"
     assert words == ["supported"] * 3 + [missing] * 3 + ["not supported", "refuted", "refuted"]
@@ -190,24 +195,49 @@ def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> Non
     rates = figure.draw_rates(cells, "finding")
     panels = [axis for axis in rates.axes if axis.get_lines()]
     assert [axis.get_title(loc="left") for axis in panels] == [
-        *("standard, by hidden size", "mup, by hidden size", "completep, by num layers")
+        *("standard, by width", "muP, by width", "CompleteP, by layers")
     ]
     assert [[text.get_text() for text in axis.get_legend().get_texts()] for axis in panels] == [
         *(["64", "256"], ["64", "256"], ["4", "16"])
     ]
 
 
+def test_shifts_stand_by_placement_and_size_with_the_range_over_their_seeds() -> None:
+    best = {("mup", 4, 256): -8.1, ("completep", 16, 64): -8.2, ("standard", 4, 256): -9.0, ("standard", 4, 64): -8.0}
+    cells = curve_cells(best)
+    table = transfer.transfer(pd.concat([cells.assign(norm_order="post"), cells, cells.assign(family="bert")]))
+    drawn_figure = figure.draw_shifts(table, "finding")
+    (axis,) = drawn_figure.axes
+    sizes = ("4 layers x 256, standard", "4 layers x 256, muP", "16 layers x 64, CompleteP")
+    arms = ("GPT, pre-norm", "GPT, post-norm", "BERT, pre-norm")
+    assert [label.get_text() for label in axis.get_yticklabels()] == [f"{a}, {size}" for a in arms for size in sizes]
+    places = axis.get_yticks()
+    assert places[2] - places[3] > places[0] - places[1] > 0  # the groups stand apart
+    (legend,) = drawn_figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["within one octave", "standard", "muP", "CompleteP"]
+    ends = {
+        round(x, 6)
+        for bars in axis.containers
+        for (start, end) in bars[2][0].get_segments()
+        for x in (start[0], end[0])
+    }
+    assert ends == {round(x, 6) for x in table[["least", "most"]].to_numpy().flat}
+
+
+def test_a_line_ends_where_a_seed_does_not_learn_and_the_unigram_has_a_name() -> None:
+    cells = curve_cells({("standard", 4, 64): -8.0}).assign(unigram=4.4)
+    cells.loc[(cells["lr"] == 2.0**-6) & (cells["seed"] == 2), "loss"] = math.nan
+    placements = [cells.assign(norm_order=order, qk_norm=qk) for order in ("post", "pre") for qk in (False, True)]
+    (axis,) = figure.draw_sensitivity(pd.concat(placements), "finding").axes
+    names = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert names == ["pre-norm", "pre-norm, QK-norm", "post-norm", "post-norm, QK-norm", "unigram model"]
+    line, points = axis.get_lines()[:2]
+    assert np.isfinite(line.get_ydata()).tolist() == [False] + [True] * 4 + [False] * 2
+    assert np.max(points.get_ydata()) == pytest.approx(4.4)
+
+
 def test_the_figures_of_the_study_show_their_tables() -> None:
     cells = curve_cells({("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0, ("mup", 4, 256): -8.1})
-    (axis,) = figure.draw_shifts(transfer.transfer(cells), "finding").axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == [
-        *("gpt, pre, standard, 4 x 256", "gpt, pre, mup, 4 x 256")
-    ]
-    placements = [cells.assign(norm_order=order, qk_norm=qk) for order in ("pre", "post") for qk in (False, True)]
-    (axis,) = figure.draw_sensitivity(pd.concat(placements).assign(unigram=4.1), "finding").axes
-    names = [text.get_text() for text in axis.get_legend().get_texts()]
-    assert names == ["pre", "pre, QK-norm", "post", "post, QK-norm"]
-    assert max(np.max(line.get_ydata()) for line in axis.get_lines()) == pytest.approx(4.1)
     n, d, losses = drawn(0.003)
     arm = dict(zip(decide.ARM, ("gpt", "pre", False, "mup"), strict=True))
     runs = pd.DataFrame(arm | {"parameters": n, "tokens": d, "loss": losses, "num_layers": 4, "hidden_size": n})
@@ -235,9 +265,10 @@ def test_the_committed_summary_follows_from_the_committed_runs() -> None:
         cells, (transfer.transfer(cells), decide.sensitivity(cells), decide.limits(cells), law), complete
     )
     tests, expected_tests = (each["config"].pop("tests") for each in (again, committed))
-    assert [each | {"p": 0, "p_holm": 0} for each in tests] == [each | {"p": 0, "p_holm": 0} for each in expected_tests]
-    for name in ("p", "p_holm"):  # their last digits change with scipy's versions
-        assert [each[name] for each in tests] == pytest.approx([each[name] for each in expected_tests], rel=1e-9)
+    assert [each.keys() for each in tests] == [each.keys() for each in expected_tests]
+    for found, expected in zip(tests, expected_tests, strict=True):  # last digits change with scipy and with the CPU
+        numbers = {name: pytest.approx(each, rel=1e-9) for name, each in expected.items() if isinstance(each, float)}
+        assert found == expected | numbers
     assert again["config"] == committed["config"]
     values, expected = (
         {name: each["metrics"][name]["value"] for name in again["metrics"]} for each in (again, committed)

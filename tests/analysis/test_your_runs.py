@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from analysis.demo import demo
 from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES, summarize
@@ -66,8 +67,7 @@ def test_the_figure_of_a_short_run_shows_validation_before_and_after_it(tmp_path
     monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path / "none")])
     with pytest.raises(SystemExit, match="2"):
         your_runs.main()
-    none = f"{tmp_path}/none and the folders in it have none"
-    assert capsys.readouterr().err == f"error: a run folder must have record.json or metrics.csv, but {none}\n"
+    assert capsys.readouterr().err.endswith(f"must exist, but {tmp_path}/none does not\n")
 
 
 def test_the_lines_are_the_recorded_losses() -> None:
@@ -185,8 +185,27 @@ def test_a_run_without_a_finite_validation_loss_is_last_and_drawn(tmp_path) -> N
 
 def test_equal_or_long_names_are_the_folders_and_stay_different(tmp_path) -> None:
     long = "model.some_key=a_value_that_is_longer_than_a_label"
-    runs = [make_run(tmp_path / "a", 3.0, long), make_run(tmp_path / "b", 2.0), make_run(tmp_path / "c" / "b", 1.0)]
-    assert labels(tabulate([read_run(run) for run in runs])[0]) == ["b (3)", "b (2)", "a"]
+    runs = [make_run(tmp_path / "a", 3.0, long), make_run(tmp_path / "x/b", 2.0), make_run(tmp_path / "c/b", 1.0)]
+    assert labels(tabulate([read_run(run) for run in runs])[0]) == ["c/b", "x/b", "a"]
+    assert len(find_runs([tmp_path, tmp_path / "a"])[0]) == 3  # not one twice
+
+
+def test_runs_with_the_same_overrides_have_their_folders_as_labels(tmp_path) -> None:
+    for name, loss in (("first/0", 3.0), ("first/1", 2.0), ("second/0", 1.0)):
+        make_run(tmp_path / name, loss, f"optimizer.lr={name[-1]}")
+    table, curves = tabulate(find_runs([tmp_path])[0])
+    assert labels(table) == ["second/0", "optimizer.lr=1", "first/0"]
+    ticks = [axis.get_xticks() for axis in draw_runs(table, curves).axes]
+    assert all(tick == int(tick) for of_axis in ticks for tick in of_axis)  # of steps
+
+
+def test_the_picture_of_the_demo_names_both_lines(tmp_path, monkeypatch) -> None:
+    (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,val/lm_loss,tokens_per_s\n1,8,,,9\n2,7,7.1,7.1,9\n")
+    saved = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: saved.append(figure))
+    measured = {name: {"unigram": 7.5, "after": 7.1} for name in ("gpt", "bert")}
+    demo.draw(dict.fromkeys(measured, tmp_path), measured, tmp_path / "curves.png")
+    assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["training", "validation"]
 
 
 def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, 
 from analysis.benchmarks.gpu.device import require_device
 from analysis.running import ROOT, run_python
 from lmscale.cli.errors import one_line_errors
-from lmscale.results import new_record, record_argument, report
+from lmscale.results import new_record, path_argument, record_argument, report
 
 BOUND = 1e-6  # relative, in fp64: sums in another order, which Adam's division magnifies
 LENGTH, NUM_STEPS = 32, 20
@@ -64,7 +64,7 @@ def largest_gap(found: list[float], expected: list[float]) -> float:
 def main() -> int:
     """Run all jobs twice, print the gaps and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of the runs; it is emptied first")
+    parser.add_argument("--folder", type=path_argument, required=True, help="of the runs; it is emptied first")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--record", type=record_argument, required=True)
     options = parser.parse_args()

@@ -16,7 +16,7 @@ from analysis.benchmarks.peers.contender import make_batches
 from analysis.benchmarks.peers.ours import Ours
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record
-from lmscale.training.accelerator import resolve_accelerator
+from lmscale.runtime.accelerator import resolve_accelerator
 
 from .device import require_device
 

@@ -11,10 +11,10 @@ from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
-from lmscale.training.accelerator import set_allocator
+from lmscale.runtime.accelerator import check_products, set_allocator
+from lmscale.runtime.cpu_settings import keep_heap
+from lmscale.runtime.gpu_settings import keep_partial_sums_in_fp32
 from lmscale.training.kernel_choice import choose_attention
-from lmscale.training.runtime.cpu_settings import keep_heap
-from lmscale.training.runtime.gpu_settings import keep_partial_sums_in_fp32
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 from lmscale.training.step.training_module import DTYPES
 
@@ -29,6 +29,7 @@ class Ours(Contender):
             keep_heap()
         else:
             set_allocator(bench.cuda_graphs)
+            check_products(dtype)
             keep_partial_sums_in_fp32()
         config = resolve_attention(bench, device, dtype)
         self.bench, self.attention, context = bench, config.attention, ParallelContext()
