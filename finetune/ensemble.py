@@ -11,7 +11,7 @@ from pathlib import Path
 from lmscale.cli.errors import one_line_errors
 from lmscale.finetune.ensembling import ensemble
 from lmscale.finetune.scoring import with_units
-from lmscale.results import new_record, read_record, write_record
+from lmscale.results import existing_path, new_record, path_argument, read_record, write_record
 
 NAME = "finetune_ensemble"
 
@@ -43,8 +43,8 @@ def evidence(runs: list[Path]) -> tuple[str, str | None]:
 def main() -> int:
     """Combine the members, score the ensemble and write the outputs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, required=True, help="folder for predictions and record")
+    parser.add_argument("runs", nargs="+", type=existing_path, help="run folders")
+    parser.add_argument("--out", type=path_argument, required=True, help="folder for predictions and record")
     options = parser.parse_args()
     refuse_run_folder(options.out)
     kind, paper_size = evidence(options.runs)

@@ -11,13 +11,14 @@ import sys
 
 from lmscale.cli.errors import one_line_errors
 from lmscale.finetune.protocol import read_settings
+from lmscale.results import existing_path
 
 
 @one_line_errors()
 def main() -> int:
     """Read the records, rank the settings and print them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", help="folder of a sweep, or any folder that contains run folders")
+    parser.add_argument("folder", type=existing_path, help="folder of a sweep, or any folder that contains run folders")
     parser.add_argument("--metric", default=None, help="default: the task's accuracy, or F1 for SQuAD")
     options = parser.parse_args()
     settings = read_settings(options.folder, options.metric)

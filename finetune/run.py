@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_finetuning
 from lmscale.launcher import join_ranks
+from lmscale.output import outlast_full_disk
 
 # On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
 # many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.
@@ -34,6 +35,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     from lmscale.config.finetune import FinetuneConfig
     from lmscale.finetune.sources import check_places, is_finished
 
+    outlast_full_disk()
     run = FinetuneConfig.from_dict(values)
     if is_finished(run):
         print(f"finished before, nothing to do; record: {run.run_dir}/record.json", flush=True)
@@ -42,7 +44,7 @@ def finetune(values: dict, files: dict[str, str]) -> None:
     # torch and Lightning take seconds to import, so the cheap checks above come first.
     join_ranks()
     from lmscale.finetune import finetuning
-    from lmscale.training.runtime.launch import launch
+    from lmscale.runtime.launch import launch
 
     job = dataclasses.replace(finetuning.prepare_job(run), files=files)
     launch(finetuning.finetune, job, job.layout.world_size)

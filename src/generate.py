@@ -16,7 +16,7 @@ def generate(values: dict) -> None:
     config = GenerateConfig.from_dict(values)
     # torch takes seconds to import, so the cheap checks above come first.
     from lmscale.evaluation import generate_job
-    from lmscale.training.runtime.launch import launch
+    from lmscale.runtime.launch import launch
 
     launch(generate_job.generate, generate_job.prepare(config), config.parallel.tp_size)
     if not config.interactive and is_first_rank():  # standard output is for the text

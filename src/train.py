@@ -8,10 +8,11 @@ import sys
 from functools import partial
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
-from lmscale.cli.next_command import after_training
+from lmscale.cli.next_command import after_training, continue_trainings
 from lmscale.cli.own_keys import add_own_keys
 from lmscale.launcher import join_ranks
-from lmscale.training.runtime.interruption import stop_before_training
+from lmscale.output import outlast_full_disk
+from lmscale.runtime.interruption import stop_before_training
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -25,20 +26,21 @@ def train(values: dict, files: dict[str, str]) -> None:
     from lmscale.config.pretrain import RunConfig
     from lmscale.training.resolve import resolve
 
+    outlast_full_disk()
     join_ranks()
     job = resolve(RunConfig.from_dict(values), files)
+    from lmscale.runtime.launch import launch
     from lmscale.training.pretrain import pretrain  # imports Lightning, which takes seconds
-    from lmscale.training.runtime.launch import launch
 
     launch(pretrain, job, job.layout.world_size, job.run.max_restarts, saves=True)
 
 
 if __name__ == "__main__":
-    stop_before_training()
+    stop_before_training(lmscale.cli.ctrl_c.leave)
     # `resume=X` is short for `resume.path=X`; plain Hydra would replace the whole group by the text.
     sys.argv = [re.sub(r"^(\+*)resume=", r"\1resume.path=", arg) for arg in sys.argv]
     run_hydra_main(
-        lambda cfg: run_task(partial(train, files=hydra_files(cfg)), cfg, then=after_training),
+        lambda cfg: run_task(partial(train, files=hydra_files(cfg)), cfg, after_training, continue_trainings),
         joins_ranks=True,
         before=add_own_keys,
     )

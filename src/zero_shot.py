@@ -18,7 +18,7 @@ def evaluate(values: dict) -> None:
     if config.count_only:
         print(*(f"{name} = {number}" for name, number in zero_shot_job.count(config).items()), sep="\n")
         return
-    from lmscale.training.runtime.launch import launch
+    from lmscale.runtime.launch import launch
 
     launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), config.parallel.world_size)
     if is_first_rank():

@@ -14,8 +14,10 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "config": ("every dataclass of every entry point, and every rule about sizes", {"partition"}, FRAMEWORKS),
     "partition": ("how layers, gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
-    "results": ("one run, one JSON record", {"launcher", "shared_files"}, FRAMEWORKS),
-    "launcher": ("who started this process, and which variables count", set(), FRAMEWORKS),
+    "results": ("one run, one JSON record", {"config", "launcher", "shared_files"}, FRAMEWORKS),
+    "output": ("the output of a command, on a full disk and in any encoding too", set(), FRAMEWORKS),
+    "control_groups": ("the control groups of this process, and their CPU quota", set(), FRAMEWORKS),
+    "launcher": ("who started this process, and which variables count", {"control_groups"}, FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (
         "parameters, FLOPs, memory, collectives, step time, plans",
@@ -25,7 +27,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "paper": ("distinguishes a run of the paper from a smaller one", set(), FRAMEWORKS),
     "cli": (
         "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
-        {"config", "launcher", "results"},
+        {"config", "launcher", "output", "results", "runtime"},
         {"torch", "lightning"},
     ),
     "threads": ("CPU threads of a rank", {"launcher"}, FRAMEWORKS - {"torch"}),
@@ -33,6 +35,11 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout; stages of a pipeline",
         {"partition"},
+        FRAMEWORKS - {"torch"},
+    ),
+    "runtime": (
+        "starting ranks and ending them: watchdog, signals, locks, exit codes, settings of the machine",
+        {"control_groups", "launcher", "output", "parallel", "results", "shared_files"},
         FRAMEWORKS - {"torch"},
     ),
     "models": (
@@ -50,7 +57,19 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "corpus": ("raw text to token files", {"config", "data", "launcher", "shared_files", "text"}, FRAMEWORKS),
     "evaluation": (
         "zero-shot evaluation, scores, text generation",
-        {"config", "parallel", "models", "text", "data", "checkpoint", "results", "paper", "launcher", "threads"},
+        {
+            "config",
+            "parallel",
+            "models",
+            "text",
+            "data",
+            "checkpoint",
+            "results",
+            "paper",
+            "launcher",
+            "runtime",
+            "threads",
+        },
         FRAMEWORKS - {"torch"},
     ),
     "training": (
@@ -66,6 +85,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "checkpoint",
             "data",
             "launcher",
+            "runtime",
             "shared_files",
             "threads",
         },
@@ -83,6 +103,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "checkpoint",
             "data",
             "evaluation",
+            "runtime",
             "shared_files",
             "training",
         },

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmscale import launcher
+from lmscale.control_groups import cpu_quotas
 from lmscale.launcher import COMPILE_WORKERS, World, is_first_rank, was_requeued, world_from_outside
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -45,6 +46,7 @@ OF_TORCHRUN = World("torchrun", 6, 2, 3, 1, address=("a3", 29500))
 OF_SRUN = World("srun", 6, 2, 3, 1, address=("a03", 19567))
 MISSING = "must be set where TORCHELASTIC_RUN_ID is, but is not"
 NUMBER = "must be a whole number, but is"
+CONSECUTIVE = r"because rank 3 is on a node of 2 consecutive ranks \(srun --distribution=block\)"
 PORT = "must be at least 1 and at most 65535, but is"
 FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has started \({}\), but is '{}'"
 
@@ -55,6 +57,7 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         ({}, None),
         # torchrun
         (TORCHRUN, OF_TORCHRUN),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "3"}, OF_TORCHRUN),
         (TORCHRUN | SRUN, OF_TORCHRUN),  # torchrun in a Slurm job
         (TORCHRUN | {"OMPI_COMM_WORLD_SIZE": "3", "PMI_SIZE": "3"}, OF_TORCHRUN),  # which mpirun started on each node
         (TORCHRUN | {"TORCHELASTIC_RUN_ID": "lmscale-77"}, World("lmscale", 6, 2, 3, 1, address=("a3", 29500))),
@@ -114,6 +117,7 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (TORCHRUN | {"WORLD_SIZE": "0"}, r"^`WORLD_SIZE` must be a multiple of `LOCAL_WORLD_SIZE` \(2\), .* but is 0$"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, r"^`WORLD_SIZE` must be a multiple of `LOCAL_WORLD_SIZE` \(0\)"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, r"^`WORLD_SIZE` must be a multiple of `LOCAL_WORLD_SIZE` \(4\)"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "4"}, r"^`WORLD_SIZE` must be .* \(2 x 4\), because every node .* but is 6$"),
         (TORCHRUN | {"RANK": "6"}, r"^`RANK` must be below `WORLD_SIZE` \(6\), but is 6$"),
         (TORCHRUN | {"RANK": "-1"}, f"^`RANK` {NUMBER} '-1'$"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, r"^`LOCAL_RANK` must be below `LOCAL_WORLD_SIZE` \(2\), but is 2$"),
@@ -129,7 +133,10 @@ FOREIGN = r"must be unset, or the number of ranks that torchrun or srun has star
         (SRUN | {"SLURM_PROCID": "6"}, r"^`SLURM_PROCID` must be below `SLURM_NTASKS` \(6\), but is 6$"),
         (SRUN | {"SLURM_LOCALID": ""}, "^`SLURM_LOCALID` must be set where SLURM_PROCID is, but is not"),
         (SRUN | {"SLURM_LOCALID": "2"}, r"^`SLURM_LOCALID` must be below `--ntasks-per-node` \(2\), but is 2$"),
+        (SRUN | {"SLURM_LOCALID": "0"}, f"^`SLURM_LOCALID` must be 1, {CONSECUTIVE}, but is 0$"),  # cyclic
         (SRUN | {"SLURM_NODELIST": ""}, "^`SLURM_NODELIST` must be set where SLURM_PROCID is, but is not"),
+        (SRUN | {"MASTER_ADDR": "[fd00::2]"}, r"^`MASTER_ADDR` must be .* without brackets, but is \[fd00::2\]$"),
+        (TORCHRUN | {"MASTER_ADDR": "[::1]"}, r"^`MASTER_ADDR` must be .* without brackets, but is \[::1\]$"),
         (SRUN | {"MASTER_PORT": "x"}, f"^`MASTER_PORT` {NUMBER} 'x'$"),
         (SRUN | {"MASTER_PORT": "99999999"}, f"^`MASTER_PORT` {PORT} 99999999$"),
         (SRUN | {"MASTER_PORT": "0"}, f"^`MASTER_PORT` {PORT} 0$"),
@@ -165,7 +172,7 @@ def test_the_guide_knows_the_message_for_two_tasks_without_ntasks_per_node(monke
 @pytest.mark.parametrize("rank", ["0", "5"])
 @pytest.mark.parametrize(("variables", "name"), [(TORCHRUN, "RANK"), (SRUN, "SLURM_PROCID")])
 def test_the_first_rank_has_number_0(monkeypatch, variables, name, rank) -> None:
-    monkeypatch.setattr(os, "environ", variables | {name: rank})
+    monkeypatch.setattr(os, "environ", variables | {name: rank, "SLURM_LOCALID": str(int(rank) % 2)})
     assert is_first_rank() is (rank == "0")
 
 
@@ -204,7 +211,7 @@ def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts
     code = (
         "import os\n"
         "from lmscale import launcher\n"
-        "from lmscale.training.runtime.launch import launch\n"
+        "from lmscale.runtime.launch import launch\n"
         "from worker import number\n"
         "launcher.usable_cores = lambda: 6\n"
         "if __name__ == '__main__':\n"
@@ -216,3 +223,23 @@ def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts
     command, kept["PYTHONPATH"] = [sys.executable, str(tmp_path / "start.py")], f"{REPOSITORY / 'src'}:{tmp_path}"
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=120)
     assert sorted(done.stdout.splitlines()) == ["left False", "workers 3", "workers 3"], done.stderr
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(400_000, [4]), (150_000, [2]), (50_000, [1]), (None, [])])
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_cpu_quota_of_a_container_bounds_the_cores(tmp_path, version, quota, cpus) -> None:
+    top = tmp_path / "cpu" if version == 1 else tmp_path
+    group = top / "docker" / "0123"
+    group.mkdir(parents=True)
+    if version == 1:
+        (group / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
+        (group / "cpu.cfs_period_us").write_text("100000\n")
+    else:
+        (group / "cpu.max").write_text(f"{'max' if quota is None else quota} 100000\n")
+    line = "3:cpu,cpuacct:/docker/0123" if version == 1 else "0::/docker/0123"
+    assert list(cpu_quotas(["9:name=systemd:/", line], tmp_path)) == cpus
+
+
+def test_usable_cores_are_within_the_quota(monkeypatch) -> None:
+    monkeypatch.setattr(launcher, "cpu_quotas", lambda _: [1])
+    assert launcher.usable_cores() == 1

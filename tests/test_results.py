@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lmscale.config.checks import expand_home
 from lmscale.results import collect_environment, new_record, read_record, record_argument, validation_set, write_record
 
 METRICS = {"val/loss": {"value": 3.25, "unit": "nats/token"}, "steps": {"value": 7, "unit": "steps"}}
@@ -105,6 +106,15 @@ def test_records_contain_no_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         "other": ["url=https://host/a", "prompt=and/or"],
     }
     assert "somebody" not in json.dumps(record)
+
+
+def test_a_record_needs_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `docker run --user 1234`, whose user has no name."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # KeyError
+    assert make_record(config={"path": "/scratch/a"})["config"] == {"path": ".../a"}
+    with pytest.raises(ValueError, match=r"but is '~/a'; there is no such user \(~ alone needs HOME\)"):
+        expand_home("~/a", "x")
 
 
 def test_the_environment_names_commit_versions_and_hardware(repository: Path) -> None:

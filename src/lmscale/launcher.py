@@ -7,6 +7,9 @@ import os
 import re
 from dataclasses import dataclass
 
+from .control_groups import cpu_quotas, own_groups
+
+asked_to_stop = False  # by a signal that a job of this process has recorded: a sweep starts no other job
 COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_COMPILE_WORKERS = 32  # of one process, by torch
 _SHELLS = ("bash", "interactive")  # names of Slurm jobs, by which Lightning knows a shell, too
@@ -46,6 +49,12 @@ class World:
         _require_below(*names, self.rank, self.size)
         names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if torchrun else ("SLURM_LOCALID", "--ntasks-per-node")
         _require_below(*names, self.local_rank, self.local_size)
+        expected = self.rank % self.local_size
+        if not torchrun and self.local_rank != expected:  # a tensor-parallel group would span nodes
+            raise ValueError(
+                f"`SLURM_LOCALID` must be {expected}, because rank {self.rank} is on a node of {self.local_size} "
+                f"consecutive ranks (srun --distribution=block), but is {self.local_rank}"
+            )
 
     @property
     def num_hosts(self) -> int:
@@ -117,8 +126,9 @@ def join_ranks() -> World:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use, within the quota of its control groups, as of `docker run --cpus=4`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min([cores, *cpu_quotas(own_groups())])
 
 
 def bound_compile_workers(local_size: int, num_cores: int | None = None) -> None:
@@ -168,6 +178,12 @@ def _world_of_torchrun() -> World:
             f"`WORLD_SIZE` must be a multiple of `LOCAL_WORLD_SIZE` ({local_size}), because every node has as many "
             f"ranks, but is {size}"
         )
+    num_nodes = _number("GROUP_WORLD_SIZE") or size // local_size
+    if size != num_nodes * local_size:  # 2 + 1 + 1 ranks, where each number divides their sum
+        raise ValueError(
+            f"`WORLD_SIZE` must be `LOCAL_WORLD_SIZE` x `GROUP_WORLD_SIZE` ({local_size} x {num_nodes}), because every "
+            f"node has as many ranks, but is {size}"
+        )
     return World(
         "lmscale" if re.fullmatch(r"lmscale-\d+", os.environ["TORCHELASTIC_RUN_ID"]) else "torchrun",
         size,
@@ -176,7 +192,7 @@ def _world_of_torchrun() -> World:
         numbers["LOCAL_RANK"],
         _number("TORCHELASTIC_RESTART_COUNT") or 0,
         _number("TORCHELASTIC_MAX_RESTARTS") or 0,
-        address=(os.environ["MASTER_ADDR"], _port()),
+        address=(_address(), _port()),
     )
 
 
@@ -205,11 +221,12 @@ def _world_of_srun() -> World | None:
         )
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_NODELIST", "")
     local_rank = _number("SLURM_LOCALID")
-    if local_rank is None or not (os.environ.get("MASTER_ADDR") or nodes):
+    given = _address()
+    if local_rank is None or not (given or nodes):
         name = "SLURM_LOCALID" if local_rank is None else "SLURM_NODELIST"
         raise ValueError(f"`{name}` must be set where SLURM_PROCID is, but is not; srun sets both")
     port = _port() or 15000 + (_number("SLURM_JOB_ID") or 0) % 10000
-    address = os.environ.get("MASTER_ADDR") or _first_node(nodes), port
+    address = given or _first_node(nodes), port
     cores = _number("SLURM_CPUS_PER_TASK") or None
     return World("srun", size, per_node, _number("SLURM_PROCID"), local_rank, num_cores=cores, address=address)
 
@@ -226,6 +243,13 @@ def _number(name: str) -> int | None:
     if text and not text.isdecimal():
         raise ValueError(f"`{name}` must be a whole number, but is {text!r}")
     return int(text) if text else None
+
+
+def _address() -> str | None:
+    address = os.environ.get("MASTER_ADDR")
+    if address and address.startswith("["):  # torch would look up a host of that name until its timeout
+        raise ValueError(f"`MASTER_ADDR` must be the name or the address of a host without brackets, but is {address}")
+    return address
 
 
 def _port() -> int | None:

@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .config.checks import expand_home
 from .launcher import usable_cores
 from .shared_files import write_atomically
 
@@ -140,14 +141,38 @@ def record_path(path: str | Path) -> Path:
     return path
 
 
+def path_argument(text: str) -> Path:
+    """The argparse type of a path, in which `~` is the home folder, as in keys.
+
+    Raises:
+        ArgumentTypeError: as `expand_home`; argparse would not show the message of a ValueError.
+    """
+    try:
+        return Path(expand_home(text, "path"))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+
+
+def existing_path(text: str) -> Path:
+    """The argparse type of a path that a script reads.
+
+    Raises:
+        ArgumentTypeError: there is nothing, or as `path_argument`.
+    """
+    path = path_argument(text)
+    if not path.exists():
+        raise ArgumentTypeError(f"must exist, but {path} does not")
+    return path
+
+
 def record_argument(text: str) -> Path:
     """`record_path` as the argparse type of a script's `--record`.
 
     Raises:
-        ArgumentTypeError: instead of ValueError, whose message argparse would not show.
+        ArgumentTypeError: as `path_argument`.
     """
     try:
-        return record_path(text)
+        return record_path(path_argument(text))
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
 
@@ -249,7 +274,8 @@ def _portable(value: Any) -> Any:
 
 
 def _portable_path(path: str) -> str:
-    for root, label in ((Path.cwd(), ""), (Path.home(), "~/")):
+    home = Path(os.path.expanduser("~"))  # Path.home() raises for a user without a name and HOME, as in a container
+    for root, label in ((Path.cwd(), ""), (home, "~/")):
         if root != Path("/") and Path(path).is_relative_to(root):
             return label + Path(path).relative_to(root).as_posix()
     return f".../{Path(path).name}"

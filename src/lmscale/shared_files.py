@@ -1,9 +1,11 @@
-"""Files that several processes use, or that a crash may cut short: written whole or not at all, and locked."""
+"""Files that several processes use, or that a crash may cut short: written whole or not at all, locked, or sockets."""
 
 import errno
 import fcntl
 import os
 import shutil
+import socket
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,6 +15,27 @@ from typing import IO
 
 # The file system has no locks; over NFS, none of a folder.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF}
+
+
+def check_sockets(key: str) -> None:
+    """Check that Python's helper processes can reach each other: over sockets in the temporary folder.
+
+    The path of a socket has at most 107 bytes, on macOS 103. Loader processes and their rank would wait forever.
+
+    Args:
+        key: starts such processes.
+
+    Raises:
+        ValueError: a socket named as `multiprocessing` does cannot be made there.
+    """
+    with tempfile.TemporaryDirectory(prefix="pymp-") as folder, socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.bind(os.path.join(folder, "listener-01234567"))
+        except OSError as error:
+            raise ValueError(
+                f"`TMPDIR` must be a folder for sockets with a short path where `{key}` starts processes, as "
+                f"TMPDIR=/tmp is, but is {tempfile.gettempdir()} ({error})"
+            ) from None
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import tempfile
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from ranks import make_context, run_ranks, torchrun_rank
 from sharding import random_model, small_config
 
 from lmscale.checkpoint import CheckpointError
-from lmscale.checkpoint.hf_conversion import export_hugging_face
+from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
@@ -32,6 +34,10 @@ from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
 from lmscale.evaluation.tokenizer_choice import choose_tokenizer
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
+from lmscale.parallel.shared_memory import RankGoneError
+from lmscale.runtime.lost_rank import LostRank
+from lmscale.runtime.ranks import AgreedError, Ranks
+from lmscale.runtime.watchdog import Watchdog
 
 PLAIN = ParallelContext()
 TEXTS = ["some text to fit a tokenizer, one, two, three and more words of many kinds"] * 5
@@ -97,7 +103,7 @@ def test_a_hugging_face_folder_gives_the_same_model_tokenizer_and_identity(tmp_p
 def test_an_unusable_temporary_folder_is_an_error_of_all_ranks(tmp_path, monkeypatch) -> None:
     published = export_hugging_face(save_gpt(tmp_path / "ours", gpt()), tmp_path / "published")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(CheckpointError, match="No such file or directory: .*/none/lmscale_import_"):
+    with pytest.raises(AgreedError, match="No such file or directory: .*/none/lmscale_import_"):
         load_model(published, PLAIN)
 
 
@@ -111,18 +117,18 @@ def test_the_identity_depends_on_the_weights_and_not_on_the_path(tmp_path) -> No
 
 def loaded_shards(rank: int, path: str, published: str) -> list[bool]:
     os.environ |= torchrun_rank(rank, dist.get_world_size())  # one rank converts for all
-    found = []
+    found, ranks_of_all = [], Ranks(rank, dist.get_world_size())
     for tp_size, dp_size, sources in ((2, 2, (path, published)), (4, 1, (path,)), (1, 4, (path,))):
         context = make_context(tp_size, dp_size)
         for source in sources:
-            loaded = load_model(source, context, torch.float64)
+            loaded = load_model(source, context, torch.float64, ranks=ranks_of_all)
             expected = random_model(loaded.model.config, context)
             names = [n for n, p in expected.named_parameters() if "word_embedding" not in n]
             ours, theirs = dict(loaded.model.named_parameters()), dict(expected.named_parameters())
             found += [torch.equal(ours[name], theirs[name].float().double()) for name in names]
     for broken, message in ((f"{path}/none", "must be a checkpoint, a run folder or"), (f"{path}_bad", "is damaged")):
-        with pytest.raises(CheckpointError, match=message):
-            load_model(broken, context)
+        with pytest.raises(ValueError, match=message):
+            load_model(broken, context, ranks=ranks_of_all)
     return found
 
 
@@ -144,8 +150,13 @@ def test_a_checkpoint_that_does_not_match_its_model_raises(tmp_path) -> None:
     model.config = small_config("gpt", max_position_embeddings=12)
     path = save_gpt(tmp_path, model)
     rule = r"model/transformer.position_embedding must be \(12, 24\), sharded along None, but is \(13, 24\)"
-    with pytest.raises(CheckpointError, match=rule):
+    with pytest.raises(AgreedError, match=rule):
         load_model(path, PLAIN)
+
+
+def test_the_ranks_of_a_context_must_be_given(tmp_path) -> None:
+    with pytest.raises(ValueError, match="^`ranks` must be the 4 of `context`, but are 1$"):
+        load_model(tmp_path, ParallelContext(tp_size=2, dp_size=2))
 
 
 def test_a_path_without_model_raises(tmp_path) -> None:
@@ -160,7 +171,7 @@ def test_a_damaged_latest_checkpoint_is_not_replaced_by_an_older_one(tmp_path) -
     save_gpt(tmp_path, gpt(), step=3)
     path = save_gpt(tmp_path, gpt(), step=5)
     next(path.glob("*.safetensors")).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="step_5.ckpt.*must have .* bytes, but has 0"):
+    with pytest.raises(AgreedError, match="step_5.ckpt.*must have .* bytes, but has 0"):
         load_model(tmp_path, PLAIN)
 
 
@@ -184,7 +195,7 @@ def test_the_model_is_described_without_its_weights(tmp_path) -> None:
 
 def test_a_wrong_world_size_raises(monkeypatch) -> None:
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "", "LOCAL_RANK": ""})
-    assert evaluation_groups(Layout()) == PLAIN
+    assert evaluation_groups(Layout()) == (PLAIN, Ranks())
     monkeypatch.setattr(os, "environ", torchrun_rank(0, 3))
     with pytest.raises(ValueError, match="`parallel` must be a grid of the 3 ranks .*, but is one of 4$"):
         evaluation_groups(Layout(tp_size=2, dp_size=2))
@@ -217,8 +228,24 @@ def test_a_model_may_have_more_ids_than_the_tokenizer_of_its_run(tmp_path) -> No
     model, found = check_gpt(GenerateConfig(ckpt=str(path), prompt="x"))
     assert (model.vocab_size, found.fingerprint) == (config.vocab_size, tokenizer.fingerprint)
     published = export_hugging_face(path, tmp_path / "published")
-    with pytest.raises(ValueError, match=f"whose model has {config.vocab_size} ids, but it has {tokenizer.vocab_size}"):
-        check_gpt(GenerateConfig(ckpt=str(published), prompt="x"))
+    back = import_hugging_face(published, tmp_path / "back")
+    for folder in (published, back):
+        model, found = check_gpt(GenerateConfig(ckpt=str(folder), prompt="x"))
+        assert (model.vocab_size, found.inner.get_vocab()) == (config.vocab_size, tokenizer.inner.get_vocab())
+
+
+@pytest.mark.parametrize(
+    "vocab_size, fits",
+    [(50_257, True), (50_264, True), (50_304, True), (51_200, True), (50_272, False), (50_258, False), (50_256, False)],
+)
+def test_a_tokenizer_from_elsewhere_may_lack_the_ids_up_to_a_round_number(shared_data, vocab_size, fits) -> None:
+    gpt2 = load_requested_tokenizer(GenerateTokenizer(path=str(shared_data / "gpt2-bpe")))
+    model = small_config("gpt", vocab_size=vocab_size)
+    if fits:
+        assert choose_tokenizer(gpt2, None, model, "ckpt") is gpt2
+        return
+    with pytest.raises(ValueError, match=f"whose model has {vocab_size} ids, but it has 50257"):
+        choose_tokenizer(gpt2, None, model, "ckpt")
 
 
 def test_the_same_tokenizer_in_another_file_format_matches(shared_data, tmp_path) -> None:
@@ -240,7 +267,7 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(ranks, "evaluation_groups", lambda *_: ParallelContext(tp_size=2))
+    monkeypatch.setattr(ranks, "evaluation_groups", lambda *_: (ParallelContext(tp_size=2), Ranks()))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
     if ends:
         assert run_on_rank(fail, "cpu", Layout(tp_size=2)) == 2 and capsys.readouterr().err == "error: on every rank\n"
@@ -250,13 +277,44 @@ def test_the_process_group_is_ended_only_with_all_ranks(monkeypatch, capsys, err
     assert bool(ended) == ends
 
 
+def test_a_rank_that_waits_for_another_one_ends_at_the_time_limit(monkeypatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(Watchdog, "_end", lambda self, where, seconds: ended.append(where))
+    monkeypatch.setattr(ranks, "TIMEOUT", timedelta(seconds=0.5))
+    monkeypatch.setattr(ranks, "evaluation_groups", lambda *_: (ParallelContext(tp_size=2), Ranks(size=2)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+
+    def work(place: ranks.RankPlace) -> int:
+        for _ in range(8):
+            time.sleep(0.1)
+            place.watchdog.mark("a batch")
+        assert ended == []
+        time.sleep(1)
+        return 0
+
+    assert run_on_rank(work, "cpu", Layout(tp_size=2)) == 0
+    assert set(ended) == {"a batch"}
+
+
+def test_a_rank_that_has_lost_another_one_ends_in_one_line(monkeypatch, capsys) -> None:
+    def fail(*_: object) -> None:
+        raise RankGoneError("", 1)
+
+    monkeypatch.setattr(ranks, "evaluation_groups", lambda *_: (ParallelContext(tp_size=2), Ranks(size=2)))
+    with pytest.raises(LostRank) as raised:
+        run_on_rank(fail, "cpu", Layout(tp_size=2))
+    assert raised.value.code == 1
+    assert "error: rank 0: rank 1 of its tensor group is gone; it was in the start" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [ValueError("damaged"), OSError(errno.EIO, "Input/output error")])
 def test_an_error_of_one_rank_is_raised_in_place_of_a_wait_for_it(error: Exception) -> None:
     def fail() -> None:
         raise error
 
-    with pytest.raises(CheckpointError, match=re.escape(str(error))):
-        ranks.agree(fail, ParallelContext())
+    with pytest.raises(AgreedError, match=re.escape(str(error))) as raised:
+        Ranks().agree(fail)
+    assert raised.value.__cause__ is error
 
 
 @pytest.mark.parametrize("rank", [0, 1])

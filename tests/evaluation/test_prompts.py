@@ -73,7 +73,7 @@ def test_prompts_are_lines_or_json(tmp_path) -> None:
     lines = ["plain", "", "  spaces  ", "a\u2028b\x0cc", "null", "${x}", "\ufeffbom inside"]
     (tmp_path / "p.txt").write_bytes("\ufeff".encode() + "\r\n".join(lines).encode())
     assert [text for _, text in read_prompts(tmp_path / "p.txt")] == lines
-    texts = ["two\nlines", "", 'quotes " and \\ and =', "漢字\x00"]
+    texts = ["two\nlines", "", 'quotes " and \\ and =', "漢字"]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": t, "id": 1}) + "\n" for t in texts))
     assert read_prompts(tmp_path / "p.jsonl") == [(f"p.jsonl, line {i + 1}", t) for i, t in enumerate(texts)]
 

@@ -12,6 +12,7 @@ from ranks import run_in_turn, run_ranks
 from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
 from lmscale.config import TransformerConfig
 from lmscale.config.finetune import FinetuneConfig
+from lmscale.data.tokenizer import Tokenizer
 from lmscale.finetune.finetuning import FinetuneJob, finetune, prepare_job
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -23,15 +24,17 @@ def make_checkpoint(
     state: dict | None = None,
     without: str = "-",
     initialized: tuple[str, ...] = (),
+    tokenizer: Tokenizer | None = None,
     **changes,
 ) -> Path:
-    """A random 2-layer BERT in fp64 with the tokenizer of the tests beside it; the folder that holds both.
+    """A random 2-layer BERT in fp64 with a tokenizer beside it; the folder that holds both.
 
     Args:
         without: leave out tensors whose names begin with this.
         initialized: names of tensors that an import is to have drawn.
+        tokenizer: None: that of the tests.
     """
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 48}
     config = TransformerConfig(
         **{"family": "bert", "vocab_size": tokenizer.vocab_size, "vocab_multiple": 64, **sizes, **changes}

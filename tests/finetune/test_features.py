@@ -147,6 +147,16 @@ def test_real_answers_are_recovered_from_their_windows(shared_data, tmp_path) ->
     assert labelled >= len(flat) and same / labelled > 0.99
 
 
+def test_texts_that_the_tokenizer_cannot_spell_are_noted(tmp_path) -> None:
+    assert features(tmp_path, "qqp").notes == []
+    place = write_task(tmp_path, "qqp", 5)
+    place.write_text(place.read_text().replace("cat", "γάτα"))
+    found = load_features(prepare_features(make_task("qqp"), str(place), make_tokenizer(), tmp_path / "cache"))
+    share = (found.tokens == make_tokenizer().id_of("[UNK]")).mean()
+    (note,) = found.notes
+    assert share > 0 and note.startswith(f"{share:.1%} of the tokens are [UNK], ")
+
+
 def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     place, tokenizer, cache = write_task(tmp_path, "qqp", 5), make_tokenizer(), tmp_path / "cache"
     first = prepare_features(make_task("qqp"), str(place), tokenizer, cache)

@@ -16,6 +16,8 @@ from finetune_runs import (
     run_here,
 )
 
+from lmscale.checkpoint import read_metadata
+from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.evaluation.squad import score
 from lmscale.finetune.finetuning import prepare_job
@@ -72,6 +74,26 @@ def test_32_examples_are_learned_by_heart(tmp_path, ckpt, name: str, num_epochs:
     assert run_here(run) == 0
     assert read_metrics(run)[objective_of(name)] == 100.0
     assert read_rows(run)[0]["train/loss"] > 0.6
+
+
+def test_a_checkpoint_has_its_scores_where_only_the_end_is_scored(tmp_path, ckpt) -> None:
+    saved = {"trainer__save": True, "trainer__num_epochs": 2, "trainer__score_every_epoch": False}
+    run = make_run("squad_v2", tmp_path, ckpt, precision__dtype="fp32", **saved)
+    assert run_here(run) == 0
+    found = read_metadata(latest_checkpoint(run.run_dir)).state["finetune"]["metrics"]
+    assert "squad_v2/null_threshold" in found
+    assert found.keys() == read_metrics(run).keys() - OF_EVERY_RUN
+    assert found["squad_v2/f1"] == read_metrics(run)["squad_v2/f1"]
+    assert len((Path(run.run_dir) / "scores.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_finetuning_that_learns_nothing_says_so(tmp_path, ckpt, capsys) -> None:
+    run = make_run("qqp", tmp_path, ckpt, precision__dtype="fp32", optimizer__lr=3.0, trainer__num_epochs=3)
+    assert run_here(run) == 0
+    out, err = capsys.readouterr()
+    assert out.count("WARNING: every example of dev is predicted as ") == 1  # of the last of three epochs
+    assert "WARNING: the training loss ended above its start, so nothing useful was learned; try a lower" in err
+    assert read_record(run)["ended_above_start"]
 
 
 def test_weights_are_read_on_the_cpu_whatever_the_default_device(tmp_path, ckpt, built_elsewhere) -> None:

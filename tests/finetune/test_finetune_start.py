@@ -8,7 +8,6 @@ import pytest
 import torch
 from finetune_runs import make_checkpoint, make_run, run_here
 
-from lmscale.checkpoint import CheckpointError
 from lmscale.finetune import finetuning
 from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.initial_checkpoint import load_tokenizer
@@ -16,9 +15,10 @@ from lmscale.finetune.run_folder import prepare_folder
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
+from lmscale.runtime.exit_codes import USER_ERROR
+from lmscale.runtime.ranks import AgreedError
 from lmscale.training import fit
-from lmscale.training.runtime.exit_codes import USER_ERROR
-from lmscale.training.runtime.session import new_trainer, run_on_this_rank
+from lmscale.training.session import new_trainer, run_on_this_rank
 
 COLUMNS = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
 
@@ -107,7 +107,7 @@ def test_a_finetuning_needs_18_bytes_per_parameter_that_are_free(tmp_path, monke
     needed = 18 * sum(param.numel() for param in model.parameters())
 
     def build(*_):
-        raise CheckpointError("the model is built")
+        raise AgreedError("the model is built")
 
     monkeypatch.setattr(finetuning, "FinetuneModule", build)
     for name in ("empty_cache", "reset_peak_memory_stats"):

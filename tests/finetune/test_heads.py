@@ -55,16 +55,12 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
 
     published = config_to_hf(config.as_standard(), "float64", {"pad_token_id": 0})
     published.num_labels, published._attn_implementation = OUTPUTS[kind], "eager"
-    task = {HeadKind.CLASSIFICATION: "SequenceClassification", HeadKind.CHOICE: "MultipleChoice"}
-    prefix = "MegatronBert" if config.norm_order == "pre" else "Bert"
-    other = getattr(transformers, f"{prefix}For{task.get(kind, 'QuestionAnswering')}")(published).double().eval()
-    state, weights, same = other.state_dict(), dict(model.named_parameters()), model_of(config)
+    same = model_of(config).with_head(kind.value)
+    other = getattr(transformers, same.model_class)(published).double().eval()
+    state, weights = other.state_dict(), dict(model.named_parameters())
     for row in same.rows(config):
-        if row.ours in weights and row.theirs in state:
+        if row.ours in weights:
             state[row.theirs].copy_(row.to_theirs(same.fold(row.ours, weights[row.ours].detach(), config), config))
-    head = "qa_outputs" if kind is HeadKind.SPAN else "classifier"
-    state[f"{head}.weight"].copy_(weights["head.weight"].detach() * config.scaling.output_factor)
-    state[f"{head}.bias"].copy_(weights["head.bias"].detach())
     return other
 
 

@@ -12,7 +12,7 @@ from finetuning import make_task, squad_json, write_task
 
 from lmscale.finetune import sources
 from lmscale.finetune.sources import fingerprint
-from lmscale.finetune.tasks import read_examples
+from lmscale.finetune.tasks import name_mnli, read_examples
 
 
 def tsv(path: Path, *lines: str) -> str:
@@ -72,6 +72,11 @@ def test_race_is_read_from_folders_and_from_lines(shared_data, tmp_path) -> None
 def test_a_single_level_can_be_scored(shared_data) -> None:
     examples, _ = read_examples(make_task("race"), str(shared_data / "race/sample-original-layout/dev/high"))
     assert {e.group for e in examples} == {"high"}
+
+
+def test_predictions_are_named_as_glue_names_them() -> None:
+    sets = ("dev_matched", "test_mismatched", "diagnostic", "ax")
+    assert [name_mnli(name) for name in sets] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "AX.tsv"]
 
 
 def test_a_test_file_needs_no_labels(tmp_path) -> None:
@@ -136,6 +141,13 @@ def test_labels_for_only_some_examples_raise(tmp_path) -> None:
         ("mnli", [MNLI, "1\ta\tb"], "line 2: a row must have 4 columns, but has 3"),
         ("mnli", ["index\tsentence1", "1\ta"], "lacks sentence2"),
         ("qqp", ["id,question1,question2,is_duplicate", "1,a,b,0"], "separated by commas, not by tabs"),
+        ("qqp", ['[{"id": "1", "question1": "a"}]'], r"it is JSON, of which FILE\.jsonl with one object per line"),
+        ("mnli", ["[", "{}", "]"], "it is JSON"),
+        (
+            "mnli",
+            ["a film\tgood", "b\tc"],
+            "line 1 of .*lacks index, sentence1, sentence2; it has a film, good$",
+        ),
         ("mnli", [MNLI], "at least one example"),
         ("mnli", [MNLI, "1\ta\tb\tneutral", "1\tc\td\tneutral"], "'1' is there twice, examples 1 and 2"),
         ("mnli", [""], "begin with a line of column names, but is empty"),
@@ -214,6 +226,19 @@ def test_damaged_and_malicious_files_raise_one_line(tmp_path) -> None:
         with pytest.raises(ValueError, match=rf"{name}.* must be (readable as UTF-8 text|JSON), but fails") as caught:
             read_examples(make_task(task), str(tmp_path / name))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "found"), [("[{}]", "is a list"), ('{"version": 1}', "has no list `data`")])
+def test_a_file_of_squad_with_another_outermost_level_is_refused(tmp_path, content: str, found: str) -> None:
+    (tmp_path / "squad.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"squad\.json must be SQuAD's official JSON, .*, but {found}$"):
+        read_examples(make_task("squad_v1"), str(tmp_path / "squad.json"))
+
+
+def test_a_table_that_is_not_utf_8_is_refused_with_its_line_and_a_remedy(tmp_path) -> None:
+    (tmp_path / "t.tsv").write_bytes(f"{MNLI}\n1\tcaf\xe9\tb\tneutral\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"t\.tsv must be UTF-8, but line 2 has the byte 0xe9; iconv .* converts"):
+        read_examples(make_task("mnli"), str(tmp_path / "t.tsv"))
 
 
 def test_lines_and_folders_that_are_not_race_raise(tmp_path) -> None:

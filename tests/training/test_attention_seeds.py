@@ -9,6 +9,7 @@ import torch
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext, seed_rank_generator
+from lmscale.runtime.ranks import Ranks
 from lmscale.training.module import GPTModule
 
 RANKS = list(itertools.product((0, 1), (0, 1)))  # (dp_rank, tp_rank)
@@ -22,7 +23,7 @@ class FakeOptimizer:
     def __init__(self, calls: list[str]) -> None:
         self.counters = SimpleNamespace(loss_scale=1.0, read=lambda: calls.append("read"))
         self.param_groups = [{"lr": 0.5}]
-        for name in ("zero_grad", "start_grad_sync", "reduce_gradients", "step"):
+        for name in ("zero_grad", "start_grad_sync", "reduce_gradients", "check", "step"):
             setattr(self, name, lambda name=name: calls.append(name))
 
 
@@ -44,7 +45,7 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234, stag
     module = Drawing(small_config("gpt"), seed=seed, dropout_seeds=dropout_seeds)
     pipeline = {"pp_rank": stage, "pp_size": 1 + stage}
     context = ParallelContext(tp_rank=tp_rank, tp_size=2, dp_rank=dp_rank, dp_size=2, **pipeline)
-    module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context))
+    module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=context, ranks=Ranks()))
     batch = {"tokens": torch.zeros(2, 5, dtype=torch.int64), "labels": torch.zeros(2, 5, dtype=torch.int64)}
     batch["dropout_numbers"] = torch.arange(2)
     with (
@@ -54,7 +55,7 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234, stag
         mock.patch(f"{STEP}.run_pipeline", lambda batch, forward, *_: [forward(*x, None) for x in enumerate(batch)]),
     ):
         for step in range(STEPS):
-            module.on_load_checkpoint({"global_step": step})
+            module.completed_steps = step
             module.training_step([batch] * MICRO_STEPS, 0)
             assert not module.step_terms.requires_grad  # it would keep the graphs of all micro-batches
     return drawn
@@ -75,7 +76,7 @@ def module_on(dp_rank: int, step: int = 0, dropout_seeds: str = "unique") -> GPT
     """A module before a step, counted from 0, on one of two data ranks."""
     module = GPTModule(small_config("gpt"), dropout_seeds=dropout_seeds, micro_batch_size=2)
     module._trainer = SimpleNamespace(
-        training=True, strategy=SimpleNamespace(parallel=ParallelContext(dp_rank=dp_rank, dp_size=2))
+        training=True, predicting=False, strategy=SimpleNamespace(parallel=ParallelContext(dp_rank=dp_rank, dp_size=2))
     )
     module.completed_steps = step
     return module
@@ -89,11 +90,11 @@ def hidden_keys(
     Args:
         first_sample: number of the first in the run; None for a user's loader, which has no numbers.
     """
-    batch = {"tokens": torch.zeros(num_samples, 5, dtype=torch.int64)}
+    batch = dict.fromkeys(("tokens", "labels"), torch.zeros(num_samples, 5, dtype=torch.int64))
     if first_sample is not None:
         batch["sample_numbers"] = torch.arange(first_sample, first_sample + num_samples)
     module = module_on(dp_rank, step, dropout_seeds)
-    return [key for micro in module.on_before_batch_transfer(batch, 0) for key in module.dropout_keys(micro).tolist()]
+    return [key for micro in module.prepare_batch(batch) for key in module.dropout_keys(micro).tolist()]
 
 
 @pytest.mark.parametrize("sizes", [(3, 3, 3, 3, 3), (4, 4, 2, 1, 7)])
@@ -144,10 +145,10 @@ def test_a_steps_calls_come_in_their_order() -> None:
     module = Recording(small_config("gpt"))
     module._trainer = SimpleNamespace(strategy=SimpleNamespace(parallel=ParallelContext()))
     batch = {"labels": torch.ones(2, 5, dtype=torch.int64), "dropout_numbers": torch.arange(2)}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), mock.patch(f"{STEP}.UpdateSchedule", FakeOptimizer):
         loss = module.training_step([batch] * 3, 0)
     assert calls == [
         *("zero_grad", "backward", "backward", "start_grad_sync", "backward"),
-        *("reduce_gradients", "read", "step"),
+        *("reduce_gradients", "read", "check", "step"),
     ]
     assert loss == pytest.approx(3 / 30) and module.step_lr == 0.5

@@ -22,13 +22,14 @@ from lmscale.config import TransformerConfig
 from lmscale.data.data_digest import digest_text
 from lmscale.data.sampler import EpochShuffle
 from lmscale.parallel import ParallelContext
+from lmscale.runtime import ranks
+from lmscale.runtime.exit_codes import DONE, INTERRUPTED
+from lmscale.runtime.interruption import Interruption
 from lmscale.training.callbacks.sample_digest import SampleDigest
-from lmscale.training.checkpoints import saving, sharded_strategy
+from lmscale.training.checkpoints import saving
 from lmscale.training.checkpoints.resuming import ScheduleDiffersError, check_fit, find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
-from lmscale.training.runtime.exit_codes import DONE, INTERRUPTED
-from lmscale.training.runtime.interruption import Interruption
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
@@ -333,7 +334,8 @@ def test_decays_that_branch_off_are_bitwise_the_runs_that_had_their_schedule_fro
     [
         (
             {"schedule": COOLDOWN | {"decay_steps": 7}, "trainer__max_steps": 7},
-            "schedule.cooldown_steps is 2 here and .* from update 2 on, and it has done 6",
+            "schedule.cooldown_steps is 2 here and .* from update 2 on, and it has done 6.*; keep goes on with "
+            r"the checkpoint's \(rates of .* next and .*\), override with those given here \(.*\)",
         ),
         ({"optimizer__weight_decay": 0.1}, "optimizer.weight_decay is 0.1 here and 0.01 there"),
         ({"optimizer__beta2": 0.95}, "optimizer.beta2 is 0.95 here and 0.999 there"),
@@ -422,7 +424,7 @@ def test_a_file_that_another_host_writes_may_appear_late(tmp_path, monkeypatch) 
 
     timer = threading.Timer(0.5, write)
     timer.start()
-    assert sharded_strategy._appears(late)
+    assert ranks._appears(late)
     timer.join()
-    monkeypatch.setattr(sharded_strategy, "_NFS_DELAY_S", 0.3)
-    assert not sharded_strategy._appears(tmp_path / "checkpoints" / ".other")
+    monkeypatch.setattr(ranks, "_NFS_DELAY_S", 0.3)
+    assert not ranks._appears(tmp_path / "checkpoints" / ".other")

@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.training import accelerator, kernel_choice, resolve
-from lmscale.training.checkpoints import resuming
-from lmscale.training.runtime import cpu_settings, gpu_settings
+from lmscale.runtime import accelerator, cpu_settings, gpu_settings
+from lmscale.training import kernel_choice, resolve
 
 MEASURE = """
 import resource, sys
 import torch
-from lmscale.training.runtime.cpu_settings import keep_heap
+from lmscale.runtime.cpu_settings import keep_heap
 
 def resident_mib():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
@@ -117,13 +116,13 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
 
     monkeypatch.setattr(accelerator, "resolve_accelerator", lambda requested: "gpu")
     monkeypatch.setattr(resolve, "check_paths", lambda run, world: None)
-    monkeypatch.setattr(resuming, "find_checkpoint", first_question)
+    monkeypatch.setattr(accelerator, "check_products", first_question)
     run = SimpleNamespace(
         run_dir="absent",
         model=SimpleNamespace(family="gpt"),
         trainer=SimpleNamespace(accelerator="gpu"),
         cuda_graphs=cuda_graphs,
-        resume=SimpleNamespace(path="auto"),
+        precision=SimpleNamespace(dtype="fp32"),
         logger=SimpleNamespace(wandb=False),
     )
     with pytest.raises(LookupError):

@@ -11,9 +11,9 @@ from ranks import free_ports, torchrun_rank
 from runs import assert_same_run, run_jobs, tiny_run
 
 from lmscale.parallel import pipeline
+from lmscale.runtime.exit_codes import DONE, FAILED
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import ResolvedRun, resolve
-from lmscale.training.runtime.exit_codes import DONE, FAILED
 
 NUM_STAGES, TIMEOUT_S = 3, 60.0
 OPTIONS = {"model__num_layers": 3, "parallel__pp_size": NUM_STAGES, "micro_batch_size": 2, "resume__path": "auto"}

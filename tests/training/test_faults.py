@@ -13,12 +13,12 @@ from runs import assert_same_run, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
+from lmscale.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 from lmscale.training import pretrain as pretrain_module
 from lmscale.training.callbacks.diagnosis import first_cause
 from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.module import PretrainModule
 from lmscale.training.resolve import resolve
-from lmscale.training.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 EVERY_STEP = {"checkpoint__save_every_steps": 1, "checkpoint__keep_last": None}
@@ -258,6 +258,18 @@ def test_a_run_that_ends_with_weights_that_have_just_diverged_says_so(tmp_path, 
     settings = {"precision__dtype": "fp32", "optimizer__lr": 1e30, "trainer__max_steps": 2}
     assert train_here(tiny_run("gpt", tmp_path, **settings)) == 0
     assert "WARNING: the validation loss is not finite: the run has diverged" in capsys.readouterr().err
+    assert json.loads((tmp_path / "record.json").read_text())["ended_above_start"]
+
+
+def test_a_run_that_ends_above_its_start_says_so_also_after_a_resume(tmp_path, capsys) -> None:
+    settings = {"optimizer__lr": 10.0, "schedule__warmup_steps": 0, "trainer__max_steps": 4}
+    assert train_here(tiny_run("gpt", tmp_path, trainer__stop_after_steps=2, **settings)) == 0
+    for last in (2, 4):
+        assert "WARNING: the validation loss ended above its start, so" in capsys.readouterr().err
+        record = json.loads((tmp_path / "record.json").read_text())
+        assert record["ended_above_start"] and record["metrics"]["steps"]["value"] == last
+        if last == 2:
+            assert train_here(tiny_run("gpt", tmp_path, resume__path="auto", **settings)) == 0
 
 
 def drift(rank: int, what: str) -> None:

@@ -10,17 +10,15 @@ import pytest
 import torch
 from runs import tiny_run
 
-from lmscale.checkpoint import CheckpointError
 from lmscale.parallel import ParallelContext
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.workload import Workload
-from lmscale.training import pretrain, resolve
+from lmscale.runtime.exit_codes import USER_ERROR
+from lmscale.runtime.host_memory import host_memory_available, room_in_groups
+from lmscale.runtime.ranks import AgreedError, Ranks
+from lmscale.training import device_memory, pretrain, resolve
 from lmscale.training.agreement import Agreement
-from lmscale.training.runtime import device_memory
-from lmscale.training.runtime.exit_codes import USER_ERROR
-from lmscale.training.runtime.host_memory import host_memory_available, room_in_groups
-from lmscale.training.runtime.session import new_trainer, run_on_this_rank
-from lmscale.training.strategy import TensorParallelStrategy
+from lmscale.training.session import new_trainer, run_on_this_rank
 
 
 def make_group(folder: Path, limit: str, used: int, cached: int, version: int) -> None:
@@ -81,29 +79,31 @@ def ranks(errors: list[str | None]) -> SimpleNamespace:
         first, *others = (text and ValueError(text) for text in errors)
         return [first, error, *others]
 
-    strategy = SimpleNamespace(parallel=ParallelContext(), global_rank=1, is_global_zero=False, gather=gather)
-    strategy.agree = partial(TensorParallelStrategy.agree, strategy)
-    return strategy
+    ranks = SimpleNamespace(rank=1, is_first=False, gather=gather)
+    ranks.agree = partial(Ranks.agree, ranks)
+    return SimpleNamespace(parallel=ParallelContext(), ranks=ranks)
 
 
 def test_a_run_is_refused_with_what_it_needs_what_is_free_and_what_there_is(gpu_with) -> None:
     gpu_with(free=70 * GIB)
     device_memory.check_free_memory(70 * GIB, ranks([None]))
-    with pytest.raises(CheckpointError, match=r"rank 1 needs 70.5 GiB, and 70.0 of 80.0 GiB are free"):
+    with pytest.raises(AgreedError, match=r"rank 1 needs 70.5 GiB, and 70.0 of 80.0 GiB are free"):
         device_memory.check_free_memory(70 * GIB + GIB // 2, ranks([None]))
-    with pytest.raises(CheckpointError, match="^rank 7"):  # all ranks end
+    with pytest.raises(AgreedError, match="^rank 7"):  # all ranks end
         device_memory.check_free_memory(1, ranks([None, "rank 7"]))
 
 
 def test_the_groups_have_taken_their_memory_before_it_is_read(gpu_with, monkeypatch) -> None:
     calls = []
     gpu_with(free=GIB)
-    monkeypatch.setattr(torch.distributed, "barrier", calls.append)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda _, group: calls.append(group))
+    monkeypatch.setattr(device_memory, "exchange", lambda stage, *_: calls.append(stage))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: calls.append("read") or (GIB, TOTAL))
-    strategy, sizes = ranks([None]), {"tp_size": 2, "dp_size": 1, "pp_size": 2}
+    strategy, sizes = ranks([None]), {"tp_size": 2, "dp_size": 1, "pp_size": 2, "pp_rank": 1}
+    strategy.root_device = torch.device("cpu")
     strategy.parallel = SimpleNamespace(**sizes, tp_group="tensor", dp_group="data", pp_group="pipeline")
     device_memory.check_free_memory(1, strategy)
-    assert calls == ["tensor", "pipeline", "read"]
+    assert calls == ["tensor", "pipeline", 0, "read"]
 
 
 def test_a_run_ends_with_one_line_before_its_model_is_built(tmp_path, gpu_with, monkeypatch, capfd) -> None:

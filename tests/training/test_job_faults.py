@@ -1,11 +1,14 @@
 """Fault injection for whole jobs: ranks that die, collectives that fail, a second job in the folder, random kills."""
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -17,10 +20,10 @@ from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints
 from lmscale.parallel.shared_memory import RankGoneError
-from lmscale.training.runtime import launch
-from lmscale.training.runtime.exit_codes import FAILED, USER_ERROR
-from lmscale.training.runtime.lost_rank import end_rank, what_failed, who_is_gone
-from lmscale.training.runtime.session import _end_process_group
+from lmscale.runtime import launch
+from lmscale.runtime.exit_codes import FAILED, USER_ERROR
+from lmscale.runtime.lost_rank import end_rank, what_failed, who_is_gone
+from lmscale.training.session import _end_process_group
 from lmscale.training.strategy import TensorParallelStrategy
 
 
@@ -153,12 +156,22 @@ def test_a_rank_that_ends_before_it_reads_a_large_job_does_not_block_the_launche
     (tmp_path / "script.py").write_text(
         "import os\n"
         "if __name__ == '__mp_main__': os._exit(3)\n"
-        "from lmscale.training.runtime.launch import launch\n"
+        "from lmscale.runtime.launch import launch\n"
         "launch(len, bytes(10**6), 2)\n"
     )
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90)
     assert done.returncode == FAILED and re.match(r"error: rank [01] failed \(exit code 3\)", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_host_without_a_loopback_interface_is_refused(monkeypatch, world_size: int) -> None:
+    def connect(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(launch.socket, "socket", lambda *_: nullcontext(SimpleNamespace(connect=connect)))
+    with pytest.raises(ValueError, match="loopback interface must be up .* but 127.0.0.1: Network is unreachable"):
+        launch.launch(len, [], world_size)
 
 
 def test_the_errors_of_the_ranks_are_those_of_the_last_start(tmp_path) -> None:
@@ -183,8 +196,9 @@ def test_errors_of_lost_connections_are_told_from_others(capsys) -> None:
 
 @linux_only
 @pytest.mark.slow
-def test_a_killed_rank_restarts_from_the_newest_checkpoint(tmp_path) -> None:
-    short = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=40", "parallel.tp_size=2")
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_killed_rank_restarts_from_the_newest_checkpoint(tmp_path, tp_size) -> None:
+    short = tuple(o for o in TINY if "max_steps" not in o) + ("trainer.max_steps=40", f"parallel.tp_size={tp_size}")
     short += ("checkpoint.save_every_steps=3",)
     process = start(*short, "max_restarts=2", f"hydra.run.dir={tmp_path / 'run'}")
     try:
@@ -194,7 +208,7 @@ def test_a_killed_rank_restarts_from_the_newest_checkpoint(tmp_path) -> None:
     finally:
         end(process)
     assert process.returncode == 0, stderr
-    assert stdout.count("run folder:") == 2 and "resumed from" in stdout
+    assert stdout.count("run folder:") == 2 and "resumed from" in stdout and "restart 1 of 2 after" in stdout
     assert train(*short, f"hydra.run.dir={tmp_path / 'whole'}").returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 

@@ -13,11 +13,11 @@ from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait
 from runs import assert_same_run
 
 from lmscale.checkpoint import list_checkpoints, read_metadata
-from lmscale.training.runtime.exit_codes import FAILED, INTERRUPTED
+from lmscale.runtime.exit_codes import FAILED, INTERRUPTED
 
 
 def test_a_rank_that_starts_after_ctrl_c_ends_without_a_step() -> None:
-    code = "from lmscale.training.runtime.interruption import Interruption; Interruption().install()"
+    code = "from lmscale.runtime.interruption import Interruption; Interruption().install()"
     for name, status in (("SIGINT", 130), ("SIGTERM", 0)):  # after SIGTERM it saves its first step
         assert (
             subprocess.run([sys.executable, "-c", code], env=environment(LMSCALE_INTERRUPTED=name)).returncode == status

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import warm
-from entry_points import TINY, environment, start, train
+from entry_points import TINY, environment, slurm_task, start, train
+from ranks import free_ports
 from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
 
 from lmscale.parallel.shared_memory import RankGoneError
-from lmscale.training.runtime import watchdog as watchdog_module
-from lmscale.training.runtime.exit_codes import STALLED
-from lmscale.training.runtime.lost_rank import end_rank
-from lmscale.training.runtime.watchdog import Watchdog
+from lmscale.runtime import watchdog as watchdog_module
+from lmscale.runtime.exit_codes import STALLED, USER_ERROR
+from lmscale.runtime.lost_rank import end_rank
+from lmscale.runtime.watchdog import Watchdog
 
 
 def run_code(folder: Path, code: str) -> subprocess.CompletedProcess:
@@ -27,7 +28,7 @@ def run_code(folder: Path, code: str) -> subprocess.CompletedProcess:
 
 def test_the_watchdog_ends_a_hung_rank_and_names_its_phase(tmp_path) -> None:
     code = (
-        "import time; from lmscale.training.runtime.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
+        "import time; from lmscale.runtime.watchdog import Watchdog; w = Watchdog(3, 0.5); w.start();"
         "w.mark('step 17, backward pass'); time.sleep(60)"
     )
     begin = time.monotonic()
@@ -56,6 +57,15 @@ def test_the_watchdog_ends_a_rank_that_hangs_as_it_leaves_the_process_group(tmp_
     assert done.returncode == STALLED and "in the end of the process group" in done.stderr
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_partner_never_starts_says_so_before_the_watchdog_ends_it(tmp_path, rank: int) -> None:
+    (port,) = map(str, free_ports())
+    short = ("parallel.tp_size=2", "parallel.timeout_minutes=0.1", f"hydra.run.dir={tmp_path}")
+    done = train(*TINY, *short, **slurm_task(rank, port))
+    expected = "all 2 ranks must start within 0:00:05.4" if rank == 0 else f"rank 0 must listen at 127.0.0.1:{port} "
+    assert done.returncode == USER_ERROR and done.stderr.startswith(f"error: {expected}"), done.stderr
+
+
 def test_progress_reports_keep_the_watchdog_from_firing(monkeypatch) -> None:
     """By a clock of its own: nine seconds pass, at most 0.45 without a report."""
     now, ended = 0.0, []
@@ -67,7 +77,12 @@ def test_progress_reports_keep_the_watchdog_from_firing(monkeypatch) -> None:
         time.sleep(0.15)  # the watchdog looks every 0.1 s
         now += 0.45
         watchdog.mark(f"step {number}")
+    watchdog.pause()  # a user types
+    for _ in range(10):
+        time.sleep(0.15)
+        now += 0.45
     assert ended == []
+    watchdog.mark("step 19")
     while not ended:
         now += 0.3  # in steps, as a leap of more than half the limit means that the process was stopped
         time.sleep(0.15)
@@ -81,7 +96,7 @@ def test_a_process_that_was_stopped_goes_on(tmp_path) -> None:
     code = (
         "import os, signal, time, warnings; read, write = os.pipe()\n"
         "warnings.simplefilter('ignore', DeprecationWarning)\n"  # from Python 3.12 of a fork beside torch's threads
-        "from lmscale.training.runtime.watchdog import Watchdog\n"
+        "from lmscale.runtime.watchdog import Watchdog\n"
         "if os.fork() == 0:\n"
         "    os.read(read, 1); os.kill(os.getppid(), signal.SIGSTOP); time.sleep(3)\n"
         "    os.kill(os.getppid(), signal.SIGCONT); os._exit(0)\n"

@@ -18,6 +18,7 @@ from lmscale.kernels import PLAIN, Kernels
 from lmscale.launcher import World
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
 from lmscale.planner.flops import model_flops_per_step
+from lmscale.runtime.ranks import Ranks
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
 from lmscale.training.checkpoints import resuming
@@ -28,7 +29,7 @@ from lmscale.training.resolve import check, resolve
 
 @pytest.fixture
 def two_cores(monkeypatch) -> None:
-    monkeypatch.setattr(kernel_choice.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(kernel_choice, "usable_cores", lambda: 2)
     monkeypatch.setattr(kernel_choice, "_has_compiler", lambda on_gpu=False: True)
 
 
@@ -150,7 +151,7 @@ def job_that_measures() -> SimpleNamespace:
 
 def test_only_rank_0_measures_and_decides() -> None:
     theirs = Kernels(compiles=True), "efficient", "full"
-    strategy = SimpleNamespace(is_global_zero=False, broadcast=lambda mine: theirs)
+    strategy = SimpleNamespace(is_global_zero=False, ranks=SimpleNamespace(broadcast=lambda mine: theirs))
     model, kernels = agree_on_kernels(job_that_measures(), None, strategy)
     assert (model.attention, model.recompute, kernels.compiles) == ("efficient", "full", True)
 
@@ -160,7 +161,7 @@ def test_ranks_that_go_on_keep_the_attention_of_a_checkpoint_from_a_gpu(monkeypa
     written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": "efficient"})
     monkeypatch.setattr(resuming, "read_metadata", lambda path: written)
     monkeypatch.setattr(agreement, "fastest_backend", lambda *_: "flash")
-    strategy = SimpleNamespace(is_global_zero=True, broadcast=lambda mine: mine, root_device=None)
+    strategy = SimpleNamespace(is_global_zero=True, ranks=Ranks(), root_device=None)
     assert agree_on_kernels(job_that_measures(), "checkpoint", strategy)[0].attention == attention
 
 

@@ -1,5 +1,7 @@
 """bf16 and fp16 sum over rows, micro-batches and ranks in fp32; float8 runs learn like bf16 and resume bitwise."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from composed import composed
@@ -21,7 +23,7 @@ from lmscale.parallel import (
     embedding_lookup,
     vocab_parallel_logits,
 )
-from lmscale.training.kernel_choice import check_float8
+from lmscale.runtime.accelerator import check_products
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -195,11 +197,25 @@ def test_sizes_that_are_not_multiples_of_16_are_refused(tmp_path, changes: dict,
         tiny_run("gpt", tmp_path, **SIZES | {"model__ffn_hidden_size": None} | changes)
 
 
-def test_an_older_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`precision` must be bf16 or another on NVIDIA A100: .* 8.9 \(it has 8.0\)"):
-        check_float8("NVIDIA A100", (8, 0))
-    check_float8("NVIDIA L4", (8, 9))
-    check_float8("NVIDIA H200", (9, 0))
+@pytest.mark.parametrize(
+    ("dtype", "capability", "refused"),
+    [
+        (
+            "fp8",
+            (8, 0),
+            "`precision` must be bf16 or another on Card: fp8 products need .* 8.9 .it has 8.0., but is",
+        ),
+        ("bf16", (7, 5), "`precision` must be fp16 or another on Card: bf16 products need .* 8.0 .it has 7.5., but is"),
+        ("fp8", (8, 9), None),
+        ("bf16", (8, 0), None),
+        ("fp16", (7, 0), None),
+    ],
+)
+def test_a_gpu_without_the_products_of_the_precision_is_refused(monkeypatch, dtype, capability, refused) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card")
+    with pytest.raises(ValueError, match=refused) if refused else nullcontext():
+        check_products(dtype)
 
 
 def test_only_pretraining_accepts_float8() -> None:

@@ -11,12 +11,12 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext
+from lmscale.runtime.watchdog import Watchdog
 from lmscale.training.callbacks.step_report import StepReport
 from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
 from lmscale.training.metrics_file import LinesFile, MetricsFile
 from lmscale.training.module import BERTModule, GPTModule
-from lmscale.training.runtime.session import Ending
-from lmscale.training.runtime.watchdog import Watchdog
+from lmscale.training.session import Ending
 
 
 def rows(path) -> list[dict[str, str]]:
@@ -186,7 +186,8 @@ def test_the_columns_are_the_validation_metrics_of_the_module(monkeypatch) -> No
     monkeypatch.setattr(BERTModule, "parallel", ParallelContext())
     module = BERTModule(small_config("bert"), logs=False)
     assert module.validation_metrics == ["val/loss", "val/perplexity", "val/lm_loss", "val/order_loss"]
-    module._validation_sums = torch.ones(2, 2, dtype=torch.float64)
+    module._trainer = SimpleNamespace(num_val_batches=[1])
+    module._validation_sums = {0: torch.ones(2, 2, dtype=torch.float64)}
     module.on_validation_epoch_end()
     assert list(module.validation) == module.validation_metrics
     assert GPTModule(small_config("gpt"), logs=False).validation_metrics == ["val/loss", "val/perplexity"]
@@ -214,7 +215,8 @@ def test_the_time_of_a_validation_belongs_to_no_step(tmp_path) -> None:
 def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:
     module = GPTModule(small_config("gpt"), logs=False)
     monkeypatch.setattr(GPTModule, "parallel", ParallelContext())
-    module._validation_sums = torch.tensor([[900.0], [1.0]], dtype=torch.float64)
+    module._trainer = SimpleNamespace(num_val_batches=[1])
+    module._validation_sums = {0: torch.tensor([[900.0], [1.0]], dtype=torch.float64)}
     module.on_validation_epoch_end()
     assert module.validation == {"val/loss": 900.0, "val/perplexity": float("inf")}
 
@@ -222,7 +224,8 @@ def test_an_overflowing_perplexity_is_infinite(monkeypatch) -> None:
 def test_the_perplexity_of_a_bert_is_that_of_its_masked_tokens_alone(monkeypatch) -> None:
     monkeypatch.setattr(BERTModule, "parallel", ParallelContext())
     module = BERTModule(small_config("bert"), logs=False)
-    module._validation_sums = torch.tensor([[6.0, 1.0], [2.0, 2.0]], dtype=torch.float64)
+    module._trainer = SimpleNamespace(num_val_batches=[1])
+    module._validation_sums = {0: torch.tensor([[6.0, 1.0], [2.0, 2.0]], dtype=torch.float64)}
     module.on_validation_epoch_end()
     losses = {"val/loss": 3.5, "val/lm_loss": 3.0, "val/order_loss": 0.5}
     assert module.validation == losses | {"val/perplexity": torch.tensor(3.0, dtype=torch.float64).exp().item()}

@@ -1,5 +1,6 @@
 """The optimizer: parameter groups, masters, skipped steps and clipping."""
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -27,10 +28,10 @@ def make(dtype: str = "fp32", context: ParallelContext | None = None, compiles: 
 
 
 def set_gradients(model, optimizer, seed: int = 0, scale: float = 1.0) -> None:
-    """Set random gradients through a backward pass."""
+    """Set random gradients of what is not frozen through a backward pass."""
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(seed)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [(torch.randn(p.shape, generator=generator) * scale).to(p.dtype) for p in parameters]
     torch.autograd.backward([p * 1 for p in parameters], gradients)
 
@@ -73,6 +74,91 @@ def test_fp32_without_clipping_is_torchs_adamw() -> None:
         reference.step()
     for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+EARLY, LATE = "transformer.layers.0.", "norm"  # prefix of what is frozen at once, part of what is after a step
+
+
+def train_frozen(rank: int, zero1: bool, dtype: str, moments: str, compiles: bool, context=None) -> tuple[dict, dict]:
+    """Weights after one and after three steps, of which part is frozen."""
+    context = context or dataclasses.replace(make_context(1, 2), zero1=zero1)
+    model, optimizer = make(dtype, context, compiles, moments=moments, weight_decay=0.3, max_grad_norm=0.5)
+    first = None
+    for step in range(3):
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith(EARLY) and (step == 0 or LATE not in name))
+        set_gradients(model, optimizer, step)
+        optimizer.reduce_gradients()
+        optimizer.step()
+        first = first or {key: value.clone() for key, value in state_of(model, optimizer).items()}
+    return first, state_of(model, optimizer) | {"norm": optimizer.counters.read().grad_norm}
+
+
+def state_of(model, optimizer) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments."""
+    whole = {f"{kind}/{name}" for kind in optimizer.kinds for name, _ in model.named_parameters()}
+    return dict(model.named_parameters()) | optimizer.whole_tensors(whole)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "compiles"),
+    [("fp32", "fp32", False), ("bf16", "fp32", False), ("bf16", "bf16", False), ("bf16", "fp32", True)],
+)
+def test_frozen_weights_and_their_moments_stay_to_the_bit(dtype, moments, compiles) -> None:
+    drawn = dict(make(dtype)[0].named_parameters())
+    torch.compiler.reset()
+    with compiler("aot_eager"):
+        first, last = train_frozen(0, False, dtype, moments, compiles, ParallelContext())
+    for key, before in first.items():
+        name = key.partition("/")[2] or key
+        assert torch.equal(last[key], before) == (name.startswith(EARLY) or LATE in name), key
+        if key.startswith(EARLY):
+            assert torch.equal(before, drawn[key]), key
+
+
+def test_frozen_weights_are_skipped_as_by_torch_also_in_the_norm() -> None:
+    model, reference = (build_model(small_config("bert"), ParallelContext(), seed=3) for _ in range(2))
+    for each in (model, reference):
+        each.transformer.requires_grad_(False)
+    config = OptimizerConfig(lr=0.01, weight_decay=0.3, max_grad_norm=0.5)
+    optimizer = MixedPrecisionAdamW(model.named_parameters(), config, PrecisionConfig("fp32"), ParallelContext())
+    groups = [([p for p in reference.parameters() if (p.ndim > 1) == decays], 0.3 * decays) for decays in (True, False)]
+    theirs = torch.optim.AdamW([{"params": params, "weight_decay": decay} for params, decay in groups], lr=0.01)
+    for step in range(3):
+        set_gradients(model, optimizer, step)
+        set_gradients(reference, theirs, step)
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        optimizer.step()
+        theirs.step()
+        assert optimizer.counters.read().grad_norm == pytest.approx(norm.item(), rel=1e-6)
+    for ours, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "moments"), [("fp32", "fp32"), ("bf16", "bf16")])
+def test_frozen_weights_of_zero1_are_those_of_whole_replicas(dtype, moments) -> None:
+    whole, parts = (run_ranks(train_frozen, 2, zero1, dtype, moments, False)[0] for zero1 in (False, True))
+    assert parts[1].pop("norm") == pytest.approx(whole[1].pop("norm"), rel=1e-6)
+    for one, two in zip(whole, parts, strict=True):
+        for key, expected in one.items():
+            torch.testing.assert_close(two[key], expected, rtol=1e-2 if moments == "bf16" else 1e-6, atol=1e-6, msg=key)
+    for key, before in parts[0].items():
+        if LATE in key or EARLY in key:
+            assert torch.equal(parts[1][key], before), key
+
+
+def test_a_frozen_weight_is_not_unfrozen_before_another_fit() -> None:
+    model, optimizer = make()
+    model.transformer.requires_grad_(False)
+    set_gradients(model, optimizer)
+    optimizer.step()
+    model.transformer.requires_grad_(True)
+    set_gradients(model, optimizer)
+    message = "^`requires_grad` of transformer.* must stay False until another `fit`, because it was frozen"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    with pytest.raises(ValueError, match="^`add_param_group` must not be called: this optimizer has all parameters"):
+        optimizer.add_param_group({"params": []})
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -151,12 +237,12 @@ def test_an_inf_on_one_tensor_rank_makes_all_ranks_skip() -> None:
         assert results[0]["norm"] == results[1]["norm"]
 
 
-def adamw_in_fp64(master, gradient, moments, number: int, lr: float, decay: float) -> tuple[torch.Tensor, ...]:
+def adamw_in_fp64(master, gradient, moments, number: int, beta1: float, lr: float, decay: float) -> tuple:
     """Algorithm 2 of Loshchilov and Hutter in fp64: the new master and both moments."""
     gradient, master = gradient.double(), master.double()
-    first = 0.9 * moments[0].double() + 0.1 * gradient
+    first = beta1 * moments[0].double() + (1 - beta1) * gradient
     second = 0.999 * moments[1].double() + 0.001 * gradient.square()
-    step = first / (1 - 0.9**number) / ((second / (1 - 0.999**number)).sqrt() + 1e-8)
+    step = first / (1 - beta1**number) / ((second / (1 - 0.999**number)).sqrt() + 1e-8)
     return master - lr * decay * master - lr * step, first, second
 
 
@@ -182,7 +268,9 @@ def test_the_update_is_adamw_of_fp64_within_eight_roundings(dtype, moments, comp
     factor, the clipped gradient and its square are rounded, to 4.8e-7; bf16 moments to one of their own steps."""
     model, optimizer = make(dtype, compiles=compiles, moments=moments, max_grad_norm=0.5)
     kinds, bound = ("exp_avg", "exp_avg_sq"), 1e-14 if dtype == "fp64" else 4 * 2**-24
-    for number in (1, 2, 3):
+    for number, beta1 in ((1, 0.9), (2, 0.9), (3, 0.8)):  # some schedules of torch change it
+        for group in optimizer.param_groups:
+            group["betas"] = beta1, 0.999
         before = [(m.clone(), *(optimizer.state[m][kind].clone() for kind in kinds)) for m in optimizer.masters]
         set_gradients(model, optimizer, number)
         gradients = [m.grad.clone() for m in optimizer.masters]
@@ -190,7 +278,7 @@ def test_the_update_is_adamw_of_fp64_within_eight_roundings(dtype, moments, comp
         optimizer.step()
         for master, gradient, (old, *old_moments) in zip(optimizer.masters, gradients, before, strict=True):
             decay = 0.01 if master.ndim > 1 else 0.0
-            new, *new_moments = adamw_in_fp64(old, gradient.double() * factor, old_moments, number, 0.01, decay)
+            new, *new_moments = adamw_in_fp64(old, gradient.double() * factor, old_moments, number, beta1, 0.01, decay)
             assert (master.double() - new).abs().max() <= bound * new.abs().max()
             for kind, expected in zip(kinds, new_moments, strict=True):
                 error = (optimizer.state[master][kind].double() - expected).abs()
@@ -250,5 +338,5 @@ def test_torchs_kernel_is_told_0_for_an_update_and_1_for_a_skipped_step(monkeypa
     group = {"params": [master], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     state = {master: {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}}
     for finite in (1.0, 0.0):
-        update_by_torch(group, state, {}, torch.tensor([1.0, finite, 0.1, 0.01, 1.0]))
+        update_by_torch(group, state, {}, torch.tensor([1.0, finite, 0.1, 0.01, 1.0]), frozen=set())
     assert told == [0.0, 1.0]  # any number but 1 is an update for it, so results alone do not show this

@@ -13,6 +13,7 @@ from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging
 from lmscale.config import Layout
 from lmscale.evaluation.loading import load_model
 from lmscale.parallel import ParallelContext
+from lmscale.runtime.ranks import Ranks
 from lmscale.training.announcement import describe_options
 
 BOUND = 1e-12
@@ -67,7 +68,7 @@ def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
 
 def _logits(rank: int, path: Path, tp_size: int) -> torch.Tensor:
     context = dataclasses.replace(make_context(tp_size), pad_heads=True) if tp_size > 1 else ParallelContext()
-    model = load_model(path, context, torch.float64).model
+    model = load_model(path, context, torch.float64, ranks=Ranks(rank, tp_size)).model
     return model(torch.arange(20).view(2, 10))
 
 

@@ -15,8 +15,8 @@ from lmscale.config.family import family_of
 from lmscale.config.model import ModelConfig
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
+from lmscale.runtime.exit_codes import REPLICAS_DIFFER
 from lmscale.training.module import PretrainModule
-from lmscale.training.runtime.exit_codes import REPLICAS_DIFFER
 from lmscale.training.step import optimizer
 
 BOUND = 1e-12

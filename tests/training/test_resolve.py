@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from lmscale.data.sampler import Blend, RunSamples, resolve_validation
 from lmscale.launcher import World
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
-from lmscale.training import accelerator, fit, pretrain, resolve
+from lmscale.runtime import accelerator
+from lmscale.training import fit, pretrain, resolve
 from lmscale.training.announcement import describe_idle_gpus
 from lmscale.training.checkpoints import resuming
 from lmscale.training.job import Job
-from lmscale.training.runtime.session import new_trainer
+from lmscale.training.session import new_trainer
 
 
 @pytest.fixture
@@ -35,6 +37,7 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
 
     monkeypatch.setattr(accelerator, "resolve_accelerator", lambda requested: "gpu")
     monkeypatch.setattr(accelerator, "set_allocator", lambda cuda_graphs: None)
+    monkeypatch.setattr(accelerator, "check_products", lambda dtype: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     return simulate
 
@@ -226,12 +229,32 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
     corpus_of(available)
     run = composed_run(f"model={recipe}")
     trainer, size = run.trainer, run.global_batch_size
-    if trainer.num_validation_samples == "auto":
-        number = resolve_validation(run, None, on_gpu=True)
-        most = 3 * size * trainer.validate_every_steps // 20
-        assert number == (None if available <= most else most)
-    else:  # a tiny model, of which a corpus must have as many
-        assert trainer.num_validation_samples == 64 and size * trainer.max_steps < 10_000
+    most = 3 * size * trainer.validate_every_steps // 20
+    assert resolve_validation(run, None, on_gpu=True) == (None if available <= most else most)
+
+
+@pytest.fixture
+def small_text(tmp_path) -> tuple[str, ...]:
+    """Keys of a text of 16 documents, the last of which is held out."""
+    sentences = [f"The {word} of day {n} was long. Then came rain." for n in range(40) for word in ("walk", "ride")]
+    (tmp_path / "a.txt").write_text("\n\n".join(" ".join(sentences[n : n + 5]) for n in range(0, 80, 5)))
+    return "data=local", f"data.path={tmp_path / 'a.txt'}", f"data.cache_dir={tmp_path / 'cache'}"
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_a_small_text_is_scored_whole_and_a_number_that_it_lacks_refused(family: str, small_text, tmp_path) -> None:
+    keys = (f"model={family}_tiny", "data.seq_length=32", *small_text)
+    assert resolve.resolve(composed_run(*keys, run_dir=tmp_path / "run")).num_validation_samples is None
+    more = composed_run(*keys, "trainer.num_validation_samples=64", run_dir=tmp_path / "run")
+    with pytest.raises(ValueError, match="^`trainer.num_validation_samples` must be at most the validation part's"):
+        resolve.resolve(more)
+
+
+def test_a_held_out_text_shorter_than_a_sequence_is_refused_with_the_length_that_fits(small_text, tmp_path) -> None:
+    with pytest.raises(ValueError, match="^the validation part must have at least `data.seq_length`") as refused:
+        resolve.resolve(composed_run(*small_text, run_dir=tmp_path / "run"))
+    remedy = re.search(r"; (data.seq_length=\d+) fits$", str(refused.value))[1]
+    resolve.resolve(composed_run(*small_text, remedy, run_dir=tmp_path / "run"))
 
 
 @pytest.mark.parametrize("every", [0, 10, 1000])

@@ -1,8 +1,11 @@
 import dataclasses
 import itertools
+import statistics
 
 import pytest
 import torch
+from composed import composed_run
+from runs import read_rows, train_here
 
 from lmscale.config.training import PrecisionConfig, ScheduleConfig
 from lmscale.parallel import GradientNorm
@@ -130,3 +133,17 @@ def test_skipped_steps_do_not_advance_the_rate() -> None:
     optimizer.counters.load({"num_updates": 4, "loss_scale": None})
     schedule.load_state_dict({})
     assert schedule.get_last_lr() == pytest.approx([0.5, 0.25])
+
+
+@pytest.mark.parametrize(
+    "keys", [("data.seq_length=32", "trainer.stop_after_steps=28"), pytest.param((), marks=pytest.mark.slow)]
+)
+def test_the_default_run_passes_its_warm_up_without_a_spike(keys: tuple[str, ...], tmp_path) -> None:
+    """Initial weights of 0.02 gave gradient norms of 25 and 26 at steps 23 (short sequences) and 26."""
+    off = ("trainer.validate_every_steps=0", "trainer.num_validation_samples=1", "logger.tensorboard=false")
+    machine = ("trainer.accelerator=cpu", "trainer.num_threads=1", "checkpoint.save_last=false")
+    assert train_here(composed_run(*keys, *off, *machine, "trainer.max_steps=60", run_dir=tmp_path)) == 0
+    norms = [row["grad_norm"] for row in read_rows(tmp_path)]
+    losses = [row["train/loss"] for row in read_rows(tmp_path)]
+    assert max(norms[10:]) < 3, norms
+    assert max(loss - statistics.mean(losses[k : k + 5]) for k, loss in enumerate(losses[5:])) < 0.3, losses

@@ -12,19 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config import Layout
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
-from ..parallel import ParallelContext
 from ..text.formats import UnreadableError, plain_bytes
 from .generation import Display, Generator, as_json, in_batches
 from .loading import DTYPES, check_gpt, load_model
 from .prompts import Prompt, PromptReader, Row, read_prompts
-from .ranks import agree, gather, run_on_rank
+from .ranks import RankPlace, run_on_rank
 
 PROMPT_TIMEOUT = timedelta(days=7)  # how long ranks wait for the user to type
 
@@ -77,14 +75,13 @@ def generate(job: GenerateJob) -> int:
     Raises:
         ValueError: with one rank, if the weights cannot be loaded or used, or a file cannot be written.
     """
-    sys.stdout.reconfigure(errors="replace")  # a terminal may lack some letters
     layout = Layout(**vars(job.config.parallel))
     return run_on_rank(partial(_generate_until_closed, job), job.config.accelerator, layout)
 
 
-def _generate_until_closed(job: GenerateJob, context: ParallelContext, device: torch.device) -> int:
+def _generate_until_closed(job: GenerateJob, place: RankPlace) -> int:
     try:
-        _generate(job, context, device)
+        _generate(job, place)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_output()  # Python's final flush
         return 128 + signal.SIGPIPE
@@ -95,25 +92,27 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) -> None:
-    config, tokenizer = job.config, job.reader.tokenizer
-    loaded = load_model(config.ckpt, context, DTYPES[config.precision.dtype], device)
+def _generate(job: GenerateJob, place: RankPlace) -> None:
+    config, tokenizer, ranks = job.config, job.reader.tokenizer, place.ranks
+    loaded = load_model(config.ckpt, place.context, DTYPES[config.precision.dtype], place.device, ranks)
     end_id = tokenizer.inner.token_to_id(END_OF_TEXT)
     generator = Generator(loaded.model, config, end_id, config.seed)
-    is_first = context.tp_rank == 0
     heading = config.num_samples * len(job.prompts or [""]) > 1
     with contextlib.ExitStack() as stack:
         # Only rank 0 writes. After its error alone the others would wait in their next collective.
-        writes = is_first and config.out is not None
-        out = agree(lambda: stack.enter_context(_open_out(config.out)) if writes else None, context)
+        writes = ranks.is_first and config.out is not None
+        out = ranks.agree(lambda: stack.enter_context(_open_out(config.out)) if writes else None)
         failure: OSError | None = None
 
-        def show() -> None:
+        def on_token() -> None:
             nonlocal failure
+            place.watchdog.mark("generation")
+            if not (ranks.is_first and config.stream):
+                return
             try:
                 display.update()
             except OSError as error:
-                if context.tp_size == 1 and out is None and isinstance(error, BrokenPipeError):
+                if ranks.size == 1 and out is None and isinstance(error, BrokenPipeError):
                     raise
                 _discard_output()
                 failure = error
@@ -125,35 +124,33 @@ def _generate(job: GenerateJob, context: ParallelContext, device: torch.device) 
                 raise failure
             return failure is None
 
-        batches = [job.prompts] if job.prompts is not None else _typed_prompts(job.reader, context)
+        batches = [job.prompts] if job.prompts is not None else _typed_prompts(job.reader, place)
         for prompts in batches:
             rows = [row for prompt in prompts for row in job.reader.rows(prompt)]
             # A typed prompt is on the terminal already.
             display = Display(rows, tokenizer, sys.stdout, heading, with_prompt=job.prompts is not None)
             for batch in in_batches(rows, config.micro_batch_size):
-                generator.extend(batch, show if is_first and config.stream else _ignore)
-                if not all(gather(agree(write, context), context)):
+                generator.extend(batch, on_token)
+                if not all(ranks.gather(ranks.agree(write))):
                     raise BrokenPipeError
     if out is not None:
         print(f"wrote {config.out}")
 
 
-def _ignore() -> None:
-    """Callback of ranks that do not write."""
-
-
-def _typed_prompts(reader: PromptReader, context: ParallelContext) -> Iterator[list[Prompt]]:
+def _typed_prompts(reader: PromptReader, place: RankPlace) -> Iterator[list[Prompt]]:
     """Yield prompts from the lines of standard input; a prompt that cannot be used prints its error.
 
     Communicates:
         rank 0 broadcasts each prompt over a separate group, whose timeout allows for a user who types slowly.
     """
-    group = dist.new_group(backend="gloo", timeout=PROMPT_TIMEOUT) if context.tp_size > 1 else None
-    lines = _usable_lines(reader) if context.tp_rank == 0 else None
+    group = dist.new_group(backend="gloo", timeout=PROMPT_TIMEOUT) if place.ranks.size > 1 else None
+    lines = _usable_lines(reader) if place.ranks.is_first else None
     while True:
+        place.watchdog.pause()
         typed = [next(lines, None) if lines is not None else None]
         if group is not None:
             dist.broadcast_object_list(typed, src=0, group=group)
+        place.watchdog.mark("generation")
         if typed[0] is None:
             return
         yield typed
@@ -170,8 +167,8 @@ def _usable_lines(reader: PromptReader) -> Iterator[Prompt]:
             if not line:
                 return
             try:
-                text = plain_bytes(line, number, "a prompt ").decode().removesuffix("\n").removesuffix("\r")
-                yield reader.read(text, "prompt")
+                for text in plain_bytes(line, number, "a prompt ").splitlines():
+                    yield reader.read(text.decode(), "prompt")
             except UnicodeDecodeError:
                 print("error: a prompt must be UTF-8", file=sys.stderr, flush=True)
             except (UnreadableError, ValueError) as error:

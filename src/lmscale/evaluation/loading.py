@@ -26,7 +26,7 @@ from ..checkpoint import (
 from ..checkpoint.hf_config import config_from_hf
 from ..checkpoint.hf_conversion import import_hugging_face
 from ..checkpoint.hf_files import HuggingFaceReader
-from ..checkpoint.metadata import find_given, is_hugging_face
+from ..checkpoint.metadata import find_given
 from ..checkpoint.model_tensors import config_of, open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
@@ -37,9 +37,10 @@ from ..data.tokenizer import Tokenizer, load_published_tokenizer
 from ..launcher import World, world_from_outside
 from ..models import build_model
 from ..parallel import ParallelContext, padding_of
-from .ranks import agree, gather
+from ..runtime.ranks import Ranks
 from .tokenizer_choice import choose_tokenizer
 
+_ALONE = Ranks()
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "encoder.json")
 
@@ -67,6 +68,7 @@ def load_model(
     context: ParallelContext,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    ranks: Ranks = _ALONE,
 ) -> LoadedModel:
     """Load this rank's shard of the model at `path`, with its weights rounded to `dtype`.
 
@@ -74,17 +76,20 @@ def load_model(
         path: one of our checkpoints at any layout, a run folder (its latest checkpoint), or a folder of a Hugging Face
             GPT-2, BERT or Megatron-BERT.
         dtype: type of weights and arithmetic.
+        ranks: all ranks of `context`.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, incomplete, or not written by lmscale; raised on all ranks.
-        ValueError: `context.tp_size` does not divide the model.
+        AgreedError: the checkpoint is missing, damaged, incomplete, or not written by lmscale.
+        ValueError: `context.tp_size` does not divide the model, or `ranks` are not those of `context`.
 
     Communicates:
         all-gathers of short texts over all ranks.
     """
+    if ranks.size != context.tp_size * context.dp_size:  # one alone would wait for no other rank, and agree with none
+        raise ValueError(f"`ranks` must be the {context.tp_size * context.dp_size} of `context`, but are {ranks.size}")
     folder = find_given("ckpt", path)
     load = _load_ours if (folder / METADATA).is_file() else _load_hugging_face
-    return load(folder, context, dtype, device)
+    return load(folder, context, dtype, device, ranks)
 
 
 def check_gpt(
@@ -103,13 +108,15 @@ def check_gpt(
     model, folder = describe_checkpoint(config.ckpt)
     if not family_of(model.family).is_causal:
         kind = model.family.upper()
-        raise ValueError(f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a {kind}")
+        raise ValueError(
+            f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a {kind}; finetune/run.py "
+            "takes a BERT's"
+        )
     if checks_ranks:
         model.check_tensor_parallel(config.parallel.tp_size, config.parallel.pad_heads)
         if config.accelerator == "gpu" and not torch.cuda.is_available():
             raise ValueError("`accelerator` must be cpu or auto on a machine without a GPU, but is gpu")
-    saved, is_ours = load_saved_tokenizer(folder, model), not is_hugging_face(folder)
-    return model, choose_tokenizer(requested, saved, model, config.ckpt, trusts_saved=is_ours)
+    return model, choose_tokenizer(requested, load_saved_tokenizer(folder, model), model, config.ckpt)
 
 
 def load_requested_tokenizer(config: GenerateTokenizer) -> Tokenizer | None:
@@ -153,17 +160,18 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
     return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.family)
 
 
-def _load_ours(path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
-    rank, num_ranks = context.dp_rank * context.tp_size + context.tp_rank, context.tp_size * context.dp_size
-    _, metadata, config = agree(lambda: open_source(path, share=rank, num_shares=num_ranks), context)
+def _load_ours(
+    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
+) -> LoadedModel:
+    _, metadata, config = ranks.agree(lambda: open_source(path, share=ranks.rank, num_shares=ranks.size))
     config.check_tensor_parallel(context.tp_size, context.pad_heads)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
-    agree(lambda: _load_weights(model, path, context), context)
+    ranks.agree(lambda: _load_weights(model, path, context))
     return LoadedModel(model.eval().requires_grad_(False), _identify(metadata), path, metadata.step)
 
 
 def _load_hugging_face(
-    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str
+    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
 ) -> LoadedModel:
     """Convert on the first rank of each host into a temporary folder, which all ranks of the host read."""
     is_first = (world_from_outside() or World()).local_rank == 0
@@ -173,11 +181,11 @@ def _load_hugging_face(
             folder = tempfile.TemporaryDirectory(prefix="lmscale_import_", ignore_cleanup_errors=True)
             return import_hugging_face(path, Path(stack.enter_context(folder)) / "model")
 
-        written = agree(convert if is_first else lambda: None, context)
-        places = gather((socket.gethostname(), written), context)
+        written = ranks.agree(convert if is_first else lambda: None)
+        places = ranks.gather((socket.gethostname(), written))
         written = next(place for host, place in places if host == socket.gethostname() and place is not None)
-        loaded = _load_ours(written, context, dtype, device)
-        gather(None, context)  # all ranks have finished reading
+        loaded = _load_ours(written, context, dtype, device, ranks)
+        ranks.gather(None)  # all ranks have finished reading
         return dataclasses.replace(loaded, path=path)
 
 

@@ -44,7 +44,7 @@ class Row:
 def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     """Read the (name, text) of each prompt of a file: each line, or for .jsonl the field `prompt` of each line.
 
-    Lines end with LF or CR LF. An empty line is an empty prompt.
+    An empty line is an empty prompt.
 
     Raises:
         ValueError: the file cannot be read as text (see `read_text_file`), or a line of JSONL has no text `prompt`.

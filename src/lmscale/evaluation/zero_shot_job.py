@@ -13,13 +13,12 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.zero_shot import ZeroShotConfig
-from ..parallel import ParallelContext
 from ..results import check_no_record, new_record, write_record
 from .cloze import Answer, predict_last_words
 from .lambada import stop_word_ids
 from .loading import DTYPES, LoadedModel, check_gpt, load_model, load_requested_tokenizer
 from .perplexity import measure_losses, perplexity
-from .ranks import run_on_rank
+from .ranks import RankPlace, run_on_rank
 from .zero_shot_task import Lambada, WikiText103, read_task, record_kind
 
 RECORD, ANSWERS = "record.json", "answers.jsonl"
@@ -77,17 +76,17 @@ def evaluate(job: ZeroShotJob) -> int:
     return run_on_rank(partial(_evaluate, job), job.config.accelerator, job.config.parallel)
 
 
-def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) -> int:
-    started = time.time()
-    is_first = context.tp_rank == context.dp_rank == 0
+def _evaluate(job: ZeroShotJob, place: RankPlace) -> int:
+    started, began = time.time(), time.monotonic()
+    ranks, device = place.ranks, place.device
     config, task = job.config, job.task
-    loaded = load_model(config.ckpt, context, DTYPES[config.precision.dtype], device)
-    if is_first:
+    loaded = load_model(config.ckpt, place.context, DTYPES[config.precision.dtype], device, ranks)
+    if ranks.is_first:
         counts = ", ".join(f"{name} = {number}" for name, number in task.counts.items())
         print(f"checkpoint {loaded.path}: {loaded.checkpoint_id}, step {loaded.step}")
         print(f"tokenizer {job.tokenizer['sha256'][:16]}, {job.tokenizer['vocab_size']} ids")
         print(f"{config.task.name}, {task.file_name} ({task.split}): {counts}", flush=True)
-    on_batch = _Progress(config.task.name, context) if is_first else _ignore
+    on_batch = _Progress(config.task.name, place)
     answers = []
     if isinstance(task, Lambada):
         answers = predict_last_words(loaded.model, task.passages, config.micro_batch_tokens, job.banned, on_batch)
@@ -95,8 +94,8 @@ def _evaluate(job: ZeroShotJob, context: ParallelContext, device: torch.device) 
     else:
         losses = measure_losses(loaded.model, task.tokens, task.windows, config.micro_batch_tokens, on_batch)
         metrics = _wikitext_metrics(task, losses.tolist())
-    if is_first:
-        metrics["evaluation_time"] = {"value": time.time() - started, "unit": "s"}
+    if ranks.is_first:
+        metrics["evaluation_time"] = {"value": time.monotonic() - began, "unit": "s"}
         for name, entry in metrics.items():
             print(f"{name} = {entry['value']:.10g} {entry['unit']}")
         _write(job, loaded, metrics, answers, device, started)
@@ -165,18 +164,15 @@ def _write(
 
 
 class _Progress:
-    """Report rank 0's progress on standard error from time to time; the other ranks have equal work."""
+    """Mark the watchdog and, from time to time, report rank 0's progress on standard error; the others have as much."""
 
-    def __init__(self, name: str, context: ParallelContext) -> None:
-        self.name, self.dp_size = name, context.dp_size
+    def __init__(self, name: str, place: RankPlace) -> None:
+        self.name, self.place = name, place
         self.done, self.last = 0, time.monotonic()
 
     def __call__(self, number: int) -> None:
         self.done += number
-        if time.monotonic() - self.last > PROGRESS_INTERVAL_S:
+        self.place.watchdog.mark(f"{self.name}, after {self.done} of this rank")
+        if self.place.ranks.is_first and time.monotonic() - self.last > PROGRESS_INTERVAL_S:
             self.last = time.monotonic()
-            print(f"{self.name}: about {self.done * self.dp_size} done", file=sys.stderr, flush=True)
-
-
-def _ignore(number: int) -> None:
-    """Callback of ranks that do not report progress."""
+            print(f"{self.name}: about {self.done * self.place.context.dp_size} done", file=sys.stderr, flush=True)

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..checkpoint import CheckpointError
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
 from ..launcher import is_first_rank, world_from_outside
-from ..training.accelerator import resolve_accelerator, set_allocator
+from ..runtime.accelerator import check_products, resolve_accelerator, set_allocator
+from ..runtime.exit_codes import DONE
+from ..runtime.ranks import AgreedError
+from ..runtime.run_lock import check_not_in_use, run_folder_errors
+from ..training.device_memory import check_free_memory
 from ..training.fit import check_copies, finetuning_workload, resolve_layout, state_bytes
 from ..training.metrics_file import MetricsFile
-from ..training.runtime.device_memory import check_free_memory
-from ..training.runtime.exit_codes import DONE
-from ..training.runtime.run_lock import check_not_in_use, run_folder_errors
-from ..training.runtime.session import RankSession, new_trainer, run_on_this_rank
+from ..training.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features
 from .initial_checkpoint import check_initial_checkpoint
@@ -38,6 +38,7 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     accelerator, task = resolve_accelerator(run.trainer.accelerator), run.task
     if accelerator == "gpu":
         set_allocator()
+        check_products(run.precision.dtype)
     with run_folder_errors(Path(run.run_dir)):
         check_unused(run)
         if is_first_rank():
@@ -84,14 +85,14 @@ def finetune(job: FinetuneJob) -> int:
     """Finetune and score on this rank; rank 0 writes scores, predictions and the record into the run folder.
 
     Returns:
-        the exit code; see `training.runtime.exit_codes`. The same on all ranks.
+        the exit code; see `runtime.exit_codes`. The same on all ranks.
     """
     features, options = job.training_features(), job.run.trainer
     steps_per_epoch = -(-len(features) // job.run.global_batch_size) if features is not None else 0
     num_steps = steps_per_epoch * options.num_epochs
-    scores_epochs = options.score_every_epoch and num_steps  # otherwise it scores at the end
-    interval = steps_per_epoch if scores_epochs else num_steps + 1
-    trainer = new_trainer(job, max_steps=num_steps, val_check_interval=interval)
+    interval = steps_per_epoch if options.score_every_epoch else num_steps
+    # The last scoring precedes the saving: the checkpoint has its scores, and the threshold of SQuAD 2.0.
+    trainer = new_trainer(job, max_steps=num_steps, val_check_interval=interval or 1)
     return run_on_this_rank(job, trainer, partial(train, job, features, steps_per_epoch), stops_on_signal=False)
 
 
@@ -99,17 +100,16 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     """Finetune and score in a locked run folder, with the process group started; returns the exit code.
 
     Raises:
-        CheckpointError: the weights and the optimizer do not fit into the free memory of a GPU.
-        CheckpointError: the run folder cannot be used or is not shared, or, after the record has been written, the
-            checkpoint could not be; the same on all ranks.
+        AgreedError: the weights and the optimizer do not fit into the free memory of a GPU; the run folder cannot be
+            used or is not shared; or, after the record has been written, the checkpoint could not be.
     """
     trainer, strategy, folder, run = session.trainer, session.strategy, session.folder, job.run
     if job.on_gpu and features is not None:
         workload = finetuning_workload(run, job.start.config, on_gpu=True)
         check_free_memory(state_bytes(workload, job.layout), strategy)
-    strategy.agree(partial(prepare_folder, job, folder), first_rank_only=True)
+    strategy.ranks.agree(partial(prepare_folder, job, folder), first_rank_only=True)
     if run.trainer.save:
-        strategy.check_shared(folder / "checkpoints")
+        strategy.ranks.check_shared(folder / "checkpoints")
     model = FinetuneModule(run, job.start, job.scored_features(), steps_per_epoch, session)
     place = strategy.parallel.dp_rank, strategy.parallel.dp_size
     scoring = ScoringBatches(model.sets, run.trainer.scoring_batch_size, *place)
@@ -135,7 +135,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
             )
         return session.ending.exit_code
     write = partial(write_results, job, model, features, session.num_threads)
-    strategy.agree(write, first_rank_only=True)
+    strategy.ranks.agree(write, first_rank_only=True)
     if model.save_problem is not None:
-        raise CheckpointError(f"checkpoint of step {model.completed_steps} not saved: {model.save_problem}")
+        raise AgreedError(f"checkpoint of step {model.completed_steps} not saved: {model.save_problem}")
     return DONE

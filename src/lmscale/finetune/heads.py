@@ -48,7 +48,11 @@ class FinetuneModel(nn.Module):
         self.output_factor = config.scaling.output_factor
 
     def forward(
-        self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor | None, sample_keys: Tensor | None = None
+        self,
+        tokens: Tensor,
+        token_types: Tensor,
+        attention_mask: Tensor | None = None,
+        sample_keys: Tensor | None = None,
     ) -> Tensor:
         hidden = self.transformer(tokens, token_types, attention_mask, sample_keys)
         if self.kind is HeadKind.SPAN:

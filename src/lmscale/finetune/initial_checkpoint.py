@@ -25,12 +25,14 @@ class InitialCheckpoint:
         config: its model's configuration with the run's dropout, attention and recompute settings.
         tokenizer: its tokenizer, as the text of a tokenizer.json.
         has_head: whether it was finetuned on this task, so that its head is loaded as well.
+        head_order: of an imported head: its row of each class; None: the rows are in the task's order.
     """
 
     path: str
     config: TransformerConfig
     tokenizer: str
     has_head: bool
+    head_order: list[int] | None = None
 
 
 def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, Tokenizer]:
@@ -46,7 +48,10 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     path, metadata, config = open_source(run.ckpt, needs_heads=False)
     task = run.task
     if not family_of(config.family).has_pooler:
-        raise ValueError(f"`ckpt` must be of a BERT, but {path} is of a {config.family}")
+        raise ValueError(
+            f"`ckpt` must be of a BERT, but {path} is of a {config.family}; src/generate.py and src/zero_shot.py take "
+            "that of a GPT"
+        )
     positions = config.max_position_embeddings
     if task.max_seq_length > positions:
         inside = (task.max_query_length or 0) + (task.doc_stride or 0)  # of SQuAD's windows
@@ -67,9 +72,12 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
         raise ValueError(
             f"`new_pooler` must be false if the checkpoint has a trained pooler, as {path.name}, but is true"
         )
-    before = metadata.state.get("finetune", {}).get("task")
+    finetuned, order = metadata.state.get("finetune", {}), None
+    before = finetuned.get("task")
     has_head = before == task.name and not run.from_scratch
-    if has_head:
+    if "kind" in finetuned:  # imported, with classes but without a task's name
+        has_head, before, order = _compare_head(run, **finetuned)
+    elif has_head:
         labels = metadata.run.get("task", {}).get("labels")
         if labels != task.labels:
             raise ValueError(
@@ -85,7 +93,19 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     dropout = {name: getattr(run, name) for name in ("hidden_dropout", "attention_dropout")}
     changes = {name: value for name, value in dropout.items() if value is not None}
     config = dataclasses.replace(config, **changes, attention=run.attention, recompute=run.recompute)
-    return InitialCheckpoint(str(path), config, tokenizer.inner.to_str(), has_head), tokenizer
+    return InitialCheckpoint(str(path), config, tokenizer.inner.to_str(), has_head, order), tokenizer
+
+
+def _compare_head(run: FinetuneConfig, kind: str, classes: list[str]) -> tuple[bool, str, list[int] | None]:
+    """Whether an imported head is one of the task, what it is, and its row of each of the task's classes."""
+    benchmark = benchmark_of(run.task)
+    if benchmark.head is not HeadKind.CLASSIFICATION or kind != benchmark.head:
+        return kind == benchmark.head and not run.from_scratch, kind, None
+    theirs, ours = (", ".join(names) for names in (classes, benchmark.classes))
+    text = f"the classes {theirs}, not {ours} (`id2label` of its config.json names them for a new import)"
+    if sorted(classes) != sorted(benchmark.classes) or run.from_scratch:
+        return False, text, None
+    return True, text, [classes.index(name) for name in benchmark.classes]
 
 
 def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
@@ -94,10 +114,7 @@ def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
     Raises:
         ValueError: it cannot be read or lacks a special token.
     """
-    tokenizer = load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
-    for token in ("[CLS]", "[SEP]"):
-        tokenizer.id_of(token)
-    return tokenizer
+    return load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
 
 
 def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> Tokenizer:
@@ -106,4 +123,4 @@ def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerCo
     if path is None and saved is None:
         raise ValueError(f"`tokenizer.path` must be given if the checkpoint has none in {beside}")
     requested = load_tokenizer(path, config.family) if path is not None else None
-    return choose_tokenizer(requested, saved, config, str(checkpoint), trusts_saved=True)
+    return choose_tokenizer(requested, saved, config, str(checkpoint))

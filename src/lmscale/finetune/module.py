@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,9 @@ from torch import Tensor, nn
 from ..checkpoint import checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel.data_collectives import sum_over_data_ranks
+from ..runtime.exit_codes import DIVERGED, DONE
 from ..training.metrics_file import LinesFile
-from ..training.runtime.exit_codes import DIVERGED, DONE
-from ..training.runtime.session import RankSession
+from ..training.session import RankSession
 from ..training.step.training_module import TrainingModule
 from .batches import Batch
 from .features import Features
@@ -78,6 +80,18 @@ class FinetuneModule(TrainingModule):
         """The encoder with the head of the task."""
         return build_finetune_model(self.run, self.config, self.parallel, dtype, device)
 
+    @contextmanager
+    def reading(self, path: str) -> Iterator[Callable[[str, Tensor], None]]:
+        """As any module, with the rows of an imported head in the order of the task's classes."""
+        with super().reading(path) as read_into:
+
+            def read_in_order(key: str, out: Tensor) -> None:
+                read_into(key, out)
+                if self.start.head_order is not None and key.partition("/")[2].startswith("head."):
+                    out.copy_(out[self.start.head_order])
+
+            yield read_in_order
+
     def state_for_checkpoint(self) -> dict[str, Any]:
         """The finetuning's part of a checkpoint: the task, so that its head can be reused, and the scores."""
         return {"finetune": {"task": self.run.task.name, "metrics": _for_json(self.metrics)}}
@@ -122,14 +136,14 @@ class FinetuneModule(TrainingModule):
 
     def on_validation_epoch_end(self) -> None:
         """Gather all logits and score them on rank 0."""
-        strategy = self.trainer.strategy
-        parts = strategy.gather(self._found if self.parallel.tp_rank == 0 else [])
+        ranks = self.trainer.strategy.ranks
+        parts = ranks.gather(self._found if self.parallel.tp_rank == 0 else [])
         self._found = []
         scores: dict[str, float] | None = {}
         if self.trainer.is_global_zero:
             self.logits = _assemble(self.sets, [part for of_rank in parts for part in of_rank])
             scores = self._score()
-        scores = strategy.broadcast(scores)
+        scores = ranks.broadcast(scores)
         if scores is None:
             self.ending.stop(self.trainer, DIVERGED)
         self.metrics = scores or {}
@@ -147,9 +161,6 @@ class FinetuneModule(TrainingModule):
         self.scores.append(line | _for_json(metrics))
         shown = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
         print(f"step {self.completed_steps}: {shown}", flush=True)
-        for found in self.predictions.values():
-            for alarm in found.alarms:
-                print(f"WARNING: {alarm}", flush=True)
         return metrics
 
     def on_train_start(self) -> None:

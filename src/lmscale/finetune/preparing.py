@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 
 from ..config.finetune import FinetuneConfig, TaskConfig
+from ..data.prepare import note_unknown
 from ..data.tokenizer import Tokenizer
 from ..shared_files import build_folder
 from ..training.job import Job
@@ -15,7 +16,7 @@ from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 5  # incremented when the same rows give other features
+FEATURES_VERSION = 6  # incremented when the same rows give other features or notes
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
 
 
@@ -68,7 +69,9 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     except ValueError as error:
         key = "train" if place == task.train else "validation" if place in task.validation.values() else "test"
         raise ValueError(f"`task.{key}`: {error}") from None
-    features = replace(benchmark_of(task).encode(task, examples, tokenizer), notes=report.notes())
+    features = benchmark_of(task).encode(task, examples, tokenizer)
+    num_unknown = tokenizer.count_unknown(features.tokens)
+    features = replace(features, notes=report.notes() + note_unknown(num_unknown, len(features.tokens), None))
     try:
         with build_folder(folder) as building:
             save_features(features, building)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
+from ..runtime.gpu_settings import device_name, gpu_settings
+from ..runtime.run_lock import run_folder_errors
 from ..training.announcement import describe_channel
 from ..training.callbacks.diagnosis import count_updates
-from ..training.run_folder import write_first_files
-from ..training.runtime.gpu_settings import device_name, gpu_settings
-from ..training.runtime.run_lock import run_folder_errors
+from ..training.metrics_file import training_losses
+from ..training.run_folder import warn_of_no_progress, write_first_files
 from .features import Features
 from .module import FinetuneModule
 from .outputs import write_outputs
@@ -87,5 +88,12 @@ def write_results(job: FinetuneJob, module: FinetuneModule, features: Features |
         steps=[0, module.completed_steps],
         started=time.time() - watch.wall_s,
     )
-    write_record(found, module.run_dir / RECORD)
+    losses = training_losses(module.run_dir / "metrics.csv")
+    late = losses[len(losses) // 2 :]  # of few examples each
+    above = len(losses) > 1 and sum(late) / len(late) > losses[0]
+    write_record(found | {"ended_above_start": above}, module.run_dir / RECORD)
+    for alarm in (alarm for prediction in module.predictions.values() for alarm in prediction.alarms):
+        print(f"WARNING: {alarm}", flush=True)
     print(f"record: {module.run_dir / RECORD}", flush=True)
+    if above:
+        warn_of_no_progress("training loss", run.optimizer.lr)

@@ -86,6 +86,11 @@ def _predict_classes(
         predictions[name] = Predictions(answers)
         if features.is_labelled:
             predictions[name].metrics = benchmark.score(chosen[name], features.labels.tolist(), features.facts)
+            if len(set(chosen[name])) == 1 < len(set(features.labels.tolist())):
+                predictions[name].alarms = [
+                    f"every example of {name} is predicted as {benchmark.classes[chosen[name][0]]}: the model has not "
+                    "learned the task; try more trainer.num_epochs, or another optimizer.lr"
+                ]
     names = [name for name in chosen_on if sets[name].is_labelled]
     if not names or names == ["dev"]:
         return predictions, {}
@@ -133,8 +138,8 @@ def _predict_spans(
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> None:
     """Write a set's predictions in the benchmark's submission format.
 
-    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `QQP.tsv` with index and prediction, and likewise for a user table. SQuAD:
-    `predictions.json` of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format:
+    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `AX.tsv`, `QQP.tsv` with index and prediction, and likewise for a user table.
+    SQuAD: `predictions.json` of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format:
     `predictions.json` of id and letter.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import os
+import textwrap
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,7 +93,13 @@ def read_text(path: Path) -> str:
     try:
         data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path} must be UTF-8, but line {line} has the byte {data[error.start]:#04x}; iconv -f ENCODING -t UTF-8 "
+            "FILE > NEW_FILE converts another encoding, such as CP1252 or UTF-16"
+        ) from None
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} must be readable as UTF-8 text, but fails with {error}") from None
 
 
@@ -125,12 +132,22 @@ def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> No
     """Check that a table has the needed columns.
 
     Raises:
-        ValueError: columns are missing; the message names all of them.
+        ValueError: columns are missing; the message names all of them, and what is there.
     """
     missing = [name for name in needed if name not in header]
     if missing:
-        commas = ": it is separated by commas, not by tabs" if len(header) == 1 and "," in header[0] else ""
-        raise ValueError(f"{source} must have the columns {', '.join(needed)}, but lacks {', '.join(missing)}{commas}")
+        raise ValueError(
+            f"{source} must have the columns {', '.join(needed)}, but lacks {', '.join(missing)}{_other_form(header)}"
+        )
+
+
+def _other_form(header: list[str]) -> str:
+    """Say which other form a table without tabs seems to have, or else which columns it has."""
+    if len(header) != 1:
+        return f"; it has {textwrap.shorten(', '.join(header), 120) or 'none'}"
+    if header[0].lstrip().startswith(("[", "{")):
+        return ": it is JSON, of which FILE.jsonl with one object per line is read"
+    return ": it is separated by commas, not by tabs" if "," in header[0] else ""
 
 
 def json_file(path: Path) -> Any:

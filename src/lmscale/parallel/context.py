@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,6 +55,10 @@ class ParallelContext:
             alone = self.tp_size == 1
             default = SingleRankCommunicator() if alone else ProcessGroupCommunicator(self.tp_group, self.tp_size)
             object.__setattr__(self, "tp_communicator", default)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """This context: a copy of a model, as `AveragedModel` makes, computes on the same ranks."""
+        return self
 
     @property
     def is_first_stage(self) -> bool:
@@ -115,7 +120,8 @@ def make_context(
     for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
         dist.distributed_c10d._set_pg_timeout(timeout, group)
     if axes["pipeline"] > 1:
-        dist.barrier(mesh.get_group("pipeline"))  # NCCL: all ranks must be in a group's first call
+        start = torch.zeros(1, device=device_type)  # NCCL: all ranks must be in a group's first call
+        dist.all_reduce(start, group=mesh.get_group("pipeline"))
     return ParallelContext(
         tp_rank=mesh.get_local_rank("tensor"),
         tp_size=axes["tensor"],

@@ -35,12 +35,21 @@ def initialize_parameters(
         context: this rank's place; nothing is communicated.
         initializer: `generator` or `counter`.
 
+    Raises:
+        ValueError: a parameter of another layer, which does not say how to draw, cut and save it.
+
     Source: section 4.2 for the distributions; both schemes are ours (Megatron-LM draws whole tensors on every rank).
     """
     draw = {"generator": _draw_by_generator, "counter": _draw_by_counter}[initializer]
     with torch.no_grad():
         for name, param in module.named_parameters():
+            if not hasattr(param, "shard"):
+                raise ValueError(
+                    "parameters must be those of lmscale.parallel's layers (ReplicatedLinear, LayerNorm, ...), but "
+                    f"{name} is not"
+                )
             spec = param.shard
+            param.is_initialized = True
             if spec.init == "normal":
                 draw(param, name, seed, context)
                 if any(gain != 1.0 for _, gain in spec.row_gains):

@@ -12,6 +12,8 @@ _OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "se
 _COMPARED = ("tp_size", "pp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
 _PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)[:7]]  # up to the copy of a gradient
 _ADDED = [each.name for each in dataclasses.fields(Row) if each.type in (int, float)]
+_TIMES = (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440))  # in days
+_ENERGIES = (("MWh", 1.0), ("kWh", 1e-3), ("Wh", 1e-6))  # in MWh
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -74,7 +76,10 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         *([("waiting for the host", time.host, of_host)] if plan.job.on_gpu else []),
         ("step", time.total, ""),
     )
-    energy = "unknown" if plan.energy_mwh is None else f"{plan.energy_mwh:,.3f} MWh"
+    energy, (unit, days) = "unknown", _fitting(plan.days, _TIMES)
+    if plan.energy_mwh is not None:
+        energy_unit, mwh = _fitting(plan.energy_mwh, _ENERGIES)
+        energy = f"{plan.energy_mwh / mwh:,.3f} {energy_unit}"
     lines = [
         f"{name} on {plan.num_devices:,} of {cluster.name} ({cluster.device})",
         f"  {plan.overrides}",
@@ -104,7 +109,8 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         f"latency {time.latency * 1e3:,.1f}, bytes {(time.messages - time.latency) * 1e3:,.1f}",
         f"  {'MFU of the dense peak':<32}{plan.mfu:>20.1%}",
         f"  {'tokens/s':<32}{plan.tokens_per_s:>20,.0f}",
-        f"  {f'days for {plan.job.num_steps:,} steps':<32}{plan.days:>20,.2f}   without validation, saves and restarts",
+        f"  {f'{unit} for {plan.job.num_steps:,} steps':<32}{plan.days / days:>20,.2f}   without validation, "
+        "saves and restarts",
         f"  {'energy':<32}{energy:>20}",
         *(f"  note: {note}" for note in notes),
     ]
@@ -163,10 +169,16 @@ def _varied(ranking: Ranking) -> list[str]:
     return [name for name in _OPTIONS if len({getattr(plan.layout, name) for plan in ranking.fitting}) > 1]
 
 
+def _fitting(number: float, units: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """The largest unit of which there is at least one, or else the last."""
+    return next((unit for unit in units if number >= unit[1]), units[-1])
+
+
 def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> str:
     """The fastest layouts that fit, and for the others how much memory is missing."""
     first, varied = (ranking.fitting or ranking.too_large)[0], _varied(ranking)
     has_stages = any(plan.layout.pp_size > 1 for plan in ranking.fitting)
+    unit, days = _fitting(first.days, _TIMES)
     same = [f"{name}={str(getattr(first.layout, name)).lower()}" for name in _OPTIONS if name not in varied]
     lines = [
         f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
@@ -175,7 +187,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
         f"{'':>4}{'tp':>5}{'pp' if has_stages else '':>{5 * has_stages}}{'dp':>7}{'micro':>7}"
         + "".join(f"{_OPTIONS[name]:>8}" for name in varied)
         + f"{'recompute':>11}{'GiB':>9}{'s/step':>13}{'R':>8}{'MFU':>8}"
-        f"{'tokens/s':>15}{'days':>13} of {first.job.num_steps:,} steps",
+        f"{'tokens/s':>15}{unit:>13} of {first.job.num_steps:,} steps",
     ]
     for number, plan in enumerate(ranking.fitting[:top], start=1):
         layout = plan.layout
@@ -184,7 +196,8 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
             f"{plan.job.micro_batch_size:>7}"
             + "".join(f"{'yes' if getattr(layout, name) else '':>8}" for name in varied)
             + f"{plan.recompute:>11}{plan.needed_bytes / GIB:>9.1f}"
-            f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}{plan.days:>13,.2f}"
+            f"{plan.time.total:>13,.3f}{_ratio(plan):>8}{plan.mfu:>8.1%}{plan.tokens_per_s:>15,.0f}"
+            f"{plan.days / days:>13,.2f}"
         )
     lines.append(_expected_error(first))
     if any((plan.time.ratio or 1) < 1 for plan in ranking.fitting[:top]):

@@ -17,7 +17,7 @@ from ..planner.memory import estimate_memory
 from ..planner.workload import Workload
 from .checkpoints.resuming import CHECKPOINTS, agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
 from .resolve import ResolvedRun
-from .runtime.session import RankSession
+from .session import RankSession
 from .step.training_module import DTYPES
 from .strategy import TensorParallelStrategy
 
@@ -64,7 +64,7 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     """Choose the checkpoint and the kernels on all ranks, with the run folder locked.
 
     Raises:
-        CheckpointError, ScheduleDiffersError: the checkpoint cannot be used; the same on all ranks.
+        AgreedError: the checkpoint cannot be used.
 
     Communicates:
         as `agree_on_checkpoint`, and a few small objects over the world.
@@ -72,7 +72,7 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     run, strategy = job.run, session.strategy
     session.watchdog.mark("the check of the checkpoint")
     # Until the lock another job may have written checkpoints, and a restart goes on from its own.
-    chosen = strategy.agree(partial(find_checkpoint, run), first_rank_only=True)
+    chosen = strategy.ranks.agree(partial(find_checkpoint, run), first_rank_only=True)
     path, resumes = agree_on_checkpoint(run, session.folder, chosen, strategy), False
     optimizer, schedule = run.optimizer, run.schedule
     step, train_time_s = 0, 0.0
@@ -80,7 +80,7 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
         found = read_metadata(path)
         check_model(found, job.model, path)
         check = partial(check_fit, run, job.corpus.content_hash, path, found)  # rank 0 looks for a record
-        optimizer, schedule = strategy.broadcast(strategy.agree(check, first_rank_only=True))
+        optimizer, schedule = strategy.ranks.broadcast(strategy.ranks.agree(check, first_rank_only=True))
         resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
         if resumes:
             step, train_time_s = found.step, found.state.get("train_time_s", math.nan)
@@ -115,7 +115,7 @@ def agree_on_kernels(
             dtype, length = DTYPES[job.run.precision.dtype], job.run.data.seq_length
             sizes = job.layout.tp_size, job.run.micro_batch_size, length
             attention = fastest_backend(job.model, *sizes, dtype, strategy.root_device)
-    kernels, attention, recompute = strategy.broadcast((job.kernels, attention, job.model.recompute))
+    kernels, attention, recompute = strategy.ranks.broadcast((job.kernels, attention, job.model.recompute))
     if kernels.compiles:
         torch.compiler.reset()
     return replace(job.model, attention=attention, recompute=recompute), kernels

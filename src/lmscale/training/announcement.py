@@ -10,16 +10,20 @@ from ..data.prepare import describe_repetition
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
+from ..runtime.cpu_settings import describe_slow_type
+from ..runtime.messages import warn
 from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
 from .resolve import ResolvedRun
-from .runtime.cpu_settings import describe_slow_type
-from .runtime.messages import warn
-from .runtime.session import RankSession
+from .session import RankSession
 
 
-def announce(job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:
-    """Print the run's model, layout, options, steps and folder in a few lines."""
+def announce(job: ResolvedRun, agreed: Agreement, session: RankSession, num_scored: int) -> None:
+    """Print the run's model, layout, options, steps and folder in a few lines.
+
+    Args:
+        num_scored: sequences of a validation.
+    """
     run, resume_from, config, layout, batch = job.run, agreed.checkpoint, agreed.model, job.layout, job.batch
     parameters, most = count_parameters(config, layout), "at most " * (layout.pp_size > 1)
     chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
@@ -35,7 +39,7 @@ def announce(job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:
         f"{describe_stages(config, layout, batch)}{describe_options(run, config, layout, agreed.kernels.compiles)}"
         f"kernels: {agreed.kernels.describe()}, attention by {config.attention} "
         f"({job.compile_choice}, kernels={run.kernels})\n"
-        f"{describe_attention_dropout(config)}{describe_bounded_validation(job)}"
+        f"{describe_attention_dropout(config)}{describe_scored(job, num_scored)}"
         f"steps {agreed.step} to {session.trainer.max_steps} of {run.trainer.max_steps}"
         + (f", resumed from {resume_from}" if resume_from else "")
         + f"\nrun folder: {session.folder}",
@@ -152,10 +156,11 @@ def warn_of_cost(job: ResolvedRun, num_scored: int) -> None:
     warn(describe_repetition(job.corpus, trainer.max_steps * run.global_batch_size * run.data.seq_length))
 
 
-def describe_bounded_validation(job: ResolvedRun) -> str:
-    """Return a line if `num_validation_samples=auto` leaves out a part of the validation text; otherwise empty."""
-    trainer, num_samples = job.run.trainer, job.num_validation_samples
-    if trainer.num_validation_samples != "auto" or num_samples is None:
+def describe_scored(job: ResolvedRun, num_scored: int) -> str:
+    """Return a line of how many sequences `num_validation_samples=auto` scores; empty if a number was requested."""
+    trainer = job.run.trainer
+    if trainer.num_validation_samples != "auto":
         return ""
-    time = describe_time(trainer, num_samples, job.run.global_batch_size)
-    return f"validation by trainer.num_validation_samples=auto, not of all sequences: {time}\n"
+    part = "of all sequences" if job.num_validation_samples is None else "not of all sequences"
+    time = describe_time(trainer, num_scored, job.run.global_batch_size)
+    return f"validation by trainer.num_validation_samples=auto, {part}: {time}\n"

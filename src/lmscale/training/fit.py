@@ -8,10 +8,11 @@ from ..config import Layout, TransformerConfig
 from ..config.finetune import FinetuneConfig
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
-from ..launcher import World
+from ..launcher import World, usable_cores
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
 from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, with_other_stages
-from .runtime.host_memory import host_memory_available
+from ..runtime.host_memory import host_memory_available
+from ..shared_files import check_sockets
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
@@ -78,15 +79,20 @@ def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
     """Refuse more threads, loader processes or sequences than this host can hold, and an unwritable run folder.
 
     Raises:
-        ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core; a step
-            whose sequences, which the rank loads before the step, do not fit into the free memory.
+        ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core, or a
+            temporary folder in which they cannot have sockets; a step whose sequences, which the rank loads before the
+            step, do not fit into the free memory.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     bounds = {"trainer.num_threads": (run.trainer.num_threads, cores, "")}
     bounds["data.num_workers"] = (run.data.num_workers, WORKERS_PER_CORE * cores, f"{WORKERS_PER_CORE} times ")
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
-            raise ValueError(f"`{name}` must be at most {times}the {cores} cores of this machine, but is {value}")
+            raise ValueError(
+                f"`{name}` must be at most {times}the {cores} cores that this process may use, but is {value}"
+            )
+    if run.data.num_workers:
+        check_sockets("data.num_workers")
     num_tensors = run.model.traits.num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
     there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config.pretrain import RunConfig
 from ..kernels import Kernels, apex_problem
+from ..launcher import usable_cores
 
 # From analysis/benchmarks/records/attention_cpu.json, two cores: a compiled step in bf16 takes 15 to 39 % less time
 # than eager sdpa, and the compiler takes up to 35 s with an empty cache. An eager step computes up to 0.18 TFLOP/s per
@@ -17,7 +18,6 @@ from ..kernels import Kernels, apex_problem
 FLOPS_PER_S_PER_CORE = 0.2e12
 LEAST_SECONDS = 20 * 60
 GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
-FLOAT8_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 _determinism: set[bool] = set()  # of the jobs of this process so far
 
 
@@ -35,10 +35,6 @@ def resolve_kernels(run: RunConfig, on_gpu: bool, kept: Any, flops: int) -> tupl
     layer_norm, compiles = choose_kernels(on_gpu, run.kernels, kept_compile, compiling_pays(dtype, flops))
     kernels = Kernels(layer_norm, dtype == "fp8", compiles, run.cuda_graphs)
     attention = resolve_attention(run, on_gpu, compiles, kept)
-    if kernels.float8 and on_gpu:
-        import torch
-
-        check_float8(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     choice = f"compile={str(run.compile).lower()}"
     if run.compile == "auto":
         choice += f": {'compiled' if compiles else 'eager'}"
@@ -84,7 +80,7 @@ def compiling_pays(dtype: str, flops: int) -> bool:
     """
     if dtype not in ("fp32", "bf16") or not _has_compiler():
         return False
-    return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * (os.cpu_count() or 1)
+    return flops >= LEAST_SECONDS * FLOPS_PER_S_PER_CORE * usable_cores()
 
 
 def _has_compiler(on_gpu: bool = False) -> bool:
@@ -142,20 +138,6 @@ def choose_attention(compiles: bool, dropout: float) -> str:
     analysis/benchmarks/records/attention_cpu.json.
     """
     return "exact" if compiles and dropout > 0 else "sdpa"
-
-
-def check_float8(device_name: str, capability: tuple[int, int]) -> None:
-    """Refuse a GPU that has no float8 products.
-
-    Raises:
-        ValueError: its compute capability is below that of Ada and Hopper.
-    """
-    if capability < FLOAT8_CAPABILITY:
-        needed, found = (".".join(map(str, pair)) for pair in (FLOAT8_CAPABILITY, capability))
-        raise ValueError(
-            f"`precision` must be bf16 or another on {device_name}: float8 products need compute capability {needed} "
-            f"(it has {found}), but is fp8"
-        )
 
 
 def check_cuda_graphs(

@@ -12,8 +12,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from ..runtime.messages import warn
 from ..shared_files import write_atomically
-from .runtime.messages import warn
 
 
 class MetricsFile(Logger):
@@ -128,6 +128,14 @@ class MetricsFile(Logger):
         wider = [line + "\n" for line in (",".join(columns), *(line + commas for line in lines))]
         write_atomically(self.path, "".join(wider).encode())
         self.offset = len("".join(wider[:num_before]).encode())
+
+
+def training_losses(path: Path) -> list[float]:
+    """The losses of the rows of a metrics.csv; empty if it could not be written."""
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file)]
 
 
 class LinesFile:

@@ -1,25 +1,22 @@
 """The Lightning modules: `Trainer(strategy=TensorParallelStrategy(...)).fit(GPTModule(config), data)`."""
 
-import warnings
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.model_tensors import open_source
 from ..config import TransformerConfig
 from ..config.family import family_of, load
 from ..config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
-from ..data.loading import check_ids, cut_step, pinned_like, trim_padding
+from ..data.loading import check_entries, check_ids, cut_step, pinned_like, trim_padding
 from ..kernels import PLAIN, Kernels
 from ..models import build_model
 from ..parallel.argmax import vocab_parallel_argmax
 from ..parallel.data_collectives import sum_over_data_ranks
 from ..parallel.pipeline import sum_over_stages
-from .step.stock_trainer import check_trainer, dtype_of_trainer
+from .step.stock_trainer import dtype_of_trainer
 from .step.training_module import MicroBatch, TrainingModule
-
-# Lightning says that it uses the hook of the module, not that of the data module, which has none.
-warnings.filterwarnings("ignore", message="You have overridden `on_before_batch_transfer` in `LightningModule`")
 
 
 class PretrainModule(TrainingModule):
@@ -58,7 +55,7 @@ class PretrainModule(TrainingModule):
         logs: bool = True,
         **options: Any,
     ) -> None:
-        schedule = schedule or ScheduleConfig("constant", warmup_steps=0, decay_steps=1)
+        schedule = schedule or ScheduleConfig("constant")
         optimizer = optimizer or OptimizerConfig(lr=1e-3)
         super().__init__(optimizer, schedule, precision, seed, compiles=kernels.compiles, **options)
         self.config, self.micro_batch_size, self.kernels, self.logs = config, micro_batch_size, kernels, logs
@@ -92,38 +89,70 @@ class PretrainModule(TrainingModule):
         inputs = {name: micro_batch[name] for name in self.config.traits.transformer_inputs}
         return self.model.transformer(**inputs, sample_keys=sample_keys)
 
-    def setup(self, stage: str) -> None:
-        """Take the Trainer's precision if no other is given; raises `ValueError` if it is not supported."""
+    def configure_model(self) -> None:
+        """Take the Trainer's precision if no other is given, and build this rank's shard.
+
+        Raises:
+            ValueError: a setting of the Trainer that is not supported, or that the built model does not have.
+        """
         if self._takes_trainers_precision:
             dtype = dtype_of_trainer(self.trainer)
             if self.model is not None and dtype != self.precision.dtype:
                 raise ValueError(f"`precision` must stay {self.precision.dtype} for this module, but is {dtype}")
             self.precision = PrecisionConfig(dtype)
-
-    def configure_model(self) -> None:
-        """Build this rank's shard; Lightning calls it after `setup`, callbacks that average weights call it before.
-
-        Raises:
-            ValueError: a setting of the Trainer that is not supported (`check_trainer`).
-        """
-        check_trainer(self.trainer)
         super().configure_model()
+        self._validation_sums: dict[int, Tensor] = {}
         for name in ("tp_size", "pp_size"):
             if (built_for := getattr(self.model.context, name)) != (size := getattr(self.parallel, name)):
                 raise ValueError(f"`{name}` must stay {built_for} for this module, but is {size}")
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:
+        """A module that starts with the weights of a checkpoint, written at any layout, or of a run's newest one.
+
+        Args:
+            options: of the constructor; `config` and those of `save_hyperparameters` are the checkpoint's, unless they
+                are given.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+            ValueError: an option of Lightning's (`check_load_options`).
+        """
+        path, _, config = open_source(checkpoint_path)
+        return super().load_from_checkpoint(path, **{"config": config} | options)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """The model's own `forward`: of GPT, the logits of this tensor rank.
+
+        Raises:
+            ValueError: the model is not built yet.
+        """
+        if self.model is None:
+            raise ValueError(
+                "the model must be built before it is called, which Trainer's fit, validate, test and predict do; "
+                "`lmscale.models` has models without a Trainer, as `GPT(config)`"
+            )
+        return self.model(*args, **options)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The model of the family, with initial weights unless a checkpoint has them."""
         options = {"seed": None if self.weights_from else self.seed, "kernels": self.kernels}
         return build_model(self.config, self.parallel, dtype=dtype, device=device, **options)
 
-    def on_before_batch_transfer(self, batch: MicroBatch, dataloader_idx: int) -> MicroBatch | list[MicroBatch]:
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> MicroBatch | list[MicroBatch]:
+        """Prepare a batch, after the hook of this name that a subclass or a data module may have."""
+        return self.prepare_batch(super()._on_before_batch_transfer(batch, dataloader_idx))
+
+    def prepare_batch(self, batch: MicroBatch) -> MicroBatch | list[MicroBatch]:
         """Cut a step into its micro-batches, on the host: what their shapes depend on is then known without waiting
         for a GPU.
 
         Raises:
-            ValueError: a user's loader gives ids that the model does not have.
+            ValueError: a user's loader gives another batch, or ids that the model does not have.
         """
+        traits = self.config.traits
+        inputs = traits.transformer_inputs or ("tokens",)
+        check_entries(batch, inputs if self.trainer.predicting else (*inputs, *traits.loss_inputs))
         if "sample_numbers" not in batch:  # our own data have been checked
             check_ids(batch, self.config.vocab_size)
         if not self.trainer.training:
@@ -142,14 +171,15 @@ class PretrainModule(TrainingModule):
         numbers = numbers - (context.dp_rank - self.dropout_rank) * samples_per_rank
         return batch | {"dropout_numbers": pinned_like(numbers, batch["tokens"])}
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log the losses of the completed step."""
+    def _finish_step(self, *args: Any) -> None:
+        """Log the step as well, where callbacks see its loss in `on_train_batch_end`."""
+        super()._finish_step()
         if self.logs:
-            losses = sum_over_data_ranks(self.step_terms.clone(), self.parallel).tolist()
-            self.log("grad_norm", self.optimizer.counters.read().grad_norm)
+            losses = sum_over_data_ranks(self.step_terms.clone(), self.parallel)
+            self.log("grad_norm", self.optimizer.counters.grad_norm)
             self.log_dict(self.named_losses("train", losses), prog_bar=True)
 
-    def predict_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The most probable token (GPT: the next one) at every position, int64 [b, s], equal on all tensor ranks.
 
         Raises:
@@ -160,21 +190,17 @@ class PretrainModule(TrainingModule):
         logits = self.loss.token_logits(self.model, batch)
         return vocab_parallel_argmax(logits.flatten(0, 1), self.parallel).view_as(batch["tokens"])
 
-    def on_validation_epoch_start(self) -> None:
-        """Reset the sums; a data rank may have no sequences."""
-        self._validation_sums = torch.zeros(2, len(self.loss_terms), dtype=torch.float64, device=self.device)
-
-    def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
-        """Add one batch's summed losses and counts, in the last stage."""
+    def validation_step(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Add one batch's summed losses and counts to those of its loader, in the last stage."""
         sums = self.forward_pass(batch, None)
         if self.parallel.is_last_stage:
-            self._validation_sums += torch.stack([sums.double(), self.loss_counts(batch)])
+            found = torch.stack([sums.double(), self.loss_counts(batch)])
+            self._validation_sums[dataloader_idx] = self._validation_sums.get(dataloader_idx, 0) + found
 
     def on_validation_epoch_end(self) -> None:
-        """Compute the losses over all validation sequences, each counted once."""
+        """Compute the losses over all validation sequences of each loader, each counted once."""
         self.validation = self._reduce_validation("val")
 
-    on_test_epoch_start = on_validation_epoch_start
     test_step = validation_step
 
     def on_test_epoch_end(self) -> None:
@@ -182,12 +208,19 @@ class PretrainModule(TrainingModule):
         self._reduce_validation("test")
 
     def _reduce_validation(self, stage: str) -> dict[str, float]:
-        found = sum_over_stages(self._validation_sums, self.parallel)
-        sums, counts = sum_over_data_ranks(found, self.parallel).tolist()
-        means = [s / c if c else float("nan") for s, c in zip(sums, counts, strict=True)]
-        metrics = self._metrics(stage, means)
+        num_loaders = len(getattr(self.trainer, f"num_{stage}_batches"))
+        # A data rank without sequences takes part with zeros.
+        zeros = torch.zeros(2, len(self.loss_terms), dtype=torch.float64, device=self.device)
+        found = torch.stack([self._validation_sums.pop(index, zeros) for index in range(num_loaders)])
+        metrics = {}
+        for index, (sums, counts) in enumerate(
+            sum_over_data_ranks(sum_over_stages(found, self.parallel), self.parallel).tolist()
+        ):
+            means = [s / c if c else float("nan") for s, c in zip(sums, counts, strict=True)]
+            suffix = f"/dataloader_idx_{index}" if num_loaders > 1 else ""  # as Lightning names them
+            metrics |= {name + suffix: value for name, value in self._metrics(stage, means).items()}
         if self.logs:
-            self.log_dict(metrics, prog_bar=stage == "val", sync_dist=True)
+            self.log_dict(metrics, prog_bar=stage == "val", sync_dist=True, add_dataloader_idx=False)
         return metrics
 
     def _metrics(self, stage: str, means: list[float]) -> dict[str, float]:
@@ -200,7 +233,7 @@ class PretrainModule(TrainingModule):
         """Names of the metrics that a validation reports."""
         return list(self._metrics("val", [0.0] * len(self.loss_terms)))
 
-    def named_losses(self, stage: str, losses: list[float]) -> dict[str, float]:
+    def named_losses(self, stage: str, losses: Any) -> dict[str, Any]:
         """The loss and, if it has several terms, each of them, by metric name."""
         terms = {f"{stage}/{name}_loss": loss for name, loss in zip(self.loss_terms, losses, strict=True)}
         return {f"{stage}/loss": sum(losses)} | (terms if len(losses) > 1 else {})

@@ -10,18 +10,18 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..data.datamodule import PretrainDataModule
 from ..data.sampler import samples_of
 from ..models.attention_backend import preferred_backend
+from ..runtime.exit_codes import DONE
 from .agreement import Agreement, agree
 from .announcement import warn_of_cost
 from .callbacks.order import add_callbacks
 from .checkpoints.resuming import check_data_digest
+from .device_memory import check_free_memory
 from .events import optional_loggers
 from .metrics_file import MetricsFile
 from .module import PretrainModule
 from .resolve import ResolvedRun
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
-from .runtime.device_memory import check_free_memory
-from .runtime.exit_codes import DONE
-from .runtime.session import RankSession, new_trainer, run_on_this_rank
+from .session import RankSession, new_trainer, run_on_this_rank
 
 
 @record
@@ -48,15 +48,16 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
     trainer, folder, started = session.trainer, session.folder, time.time()
     model = build_module(job, agreed, session)
     samples = samples_of(job.run, job.corpus, job.num_validation_samples)
+    num_scored = len(samples.scored)
     if agreed.resumes:
         check_data_digest(agreed.checkpoint, samples, session.strategy)
     by_length = job.run.loss_reduction == "token_mean"
     data = PretrainDataModule(samples, job.batch.micro_batch_size, job.run.data.num_workers, by_length)
     metrics, last_step = MetricsFile(folder / METRICS, model.validation_metrics), trainer.max_steps
-    if not begin_run_folder(job, agreed, session, metrics):
+    if not begin_run_folder(job, agreed, session, metrics, num_scored):
         return DONE  # an earlier start has completed the run
     if session.is_first:
-        warn_of_cost(job, len(samples.scored))
+        warn_of_cost(job, num_scored)
     trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
     report = add_callbacks(job, agreed, session)
 
@@ -64,12 +65,12 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
     if agreed.step == 0:
         trainer.validate(model, data, verbose=False)
         losses_at_start = report.validation
-    report.training_from = time.time() - agreed.train_time_s
+    report.training_from = time.monotonic() - agreed.train_time_s
     if agreed.step < last_step:
         trainer.fit(model, data, ckpt_path=agreed.checkpoint if agreed.resumes else None)
     else:  # stopped between its last checkpoint and its record
         model.completed_steps = agreed.step
-    seconds = time.time() - report.training_from
+    seconds = time.monotonic() - report.training_from
 
     step = model.completed_steps
     if session.ending.exit_code != DONE:
@@ -77,8 +78,8 @@ def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -
         return session.ending.exit_code
     if report.validated_at != step:
         trainer.validate(model, data, verbose=False)
-    write = partial(write_run_record, job, agreed, session, report, step, losses_at_start, started, seconds)
-    session.strategy.agree(write, first_rank_only=True)
+    write = partial(write_run_record, job, agreed, session, report, step, num_scored, losses_at_start, started, seconds)
+    session.strategy.ranks.agree(write, first_rank_only=True)
     return DONE
 
 

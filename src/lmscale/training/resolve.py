@@ -20,10 +20,11 @@ from ..kernels import Kernels
 from ..launcher import World, is_first_rank, is_restart, world_from_outside
 from ..planner.flops import model_flops_per_step
 from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
-from . import accelerator, fit
+from ..runtime import accelerator
+from ..runtime.run_lock import check_not_in_use, run_folder_errors
+from . import fit
 from .job import Job
 from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
-from .runtime.run_lock import check_not_in_use, run_folder_errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ def check(run: RunConfig) -> CheckedRun:
     on_gpu = device == "gpu"
     if on_gpu:
         accelerator.set_allocator(run.cuda_graphs)
+        accelerator.check_products(run.precision.dtype)
     checkpoint, kept, folder = None, None, Path(run.run_dir)
     with run_folder_errors(folder):
         if is_first_rank():
@@ -159,6 +161,11 @@ def check_paths(run: RunConfig, world: World | None) -> None:
         raise ValueError(
             f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"
             "; a first start without restarts can begin from another checkpoint"
+        )
+    if world is not None and run.max_restarts:
+        raise ValueError(
+            f"`max_restarts` must be 0 where {world.launcher} has started the ranks, which restarts them itself "
+            f"(torchrun --max-restarts, sbatch --requeue), but is {run.max_restarts}"
         )
     if not is_restart() and path not in ("none", "auto") and not os.path.exists(path):
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")

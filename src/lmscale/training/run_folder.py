@@ -11,45 +11,50 @@ from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished, set_aside
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..results import new_record, write_record
+from ..runtime.exit_codes import DIVERGED, INTERRUPTED
+from ..runtime.gpu_settings import device_name, gpu_settings
+from ..runtime.messages import print_error, warn
+from ..runtime.run_lock import run_folder_errors
 from ..shared_files import write_atomically
 from .agreement import Agreement
 from .announcement import announce
 from .callbacks.diagnosis import count_updates, first_cause
 from .callbacks.step_report import StepReport
 from .checkpoints.resuming import CHECKPOINTS
-from .metrics_file import MetricsFile
+from .device_memory import memory_metrics
+from .metrics_file import MetricsFile, training_losses
 from .resolve import ResolvedRun
-from .runtime.device_memory import memory_metrics
-from .runtime.exit_codes import DIVERGED, INTERRUPTED
-from .runtime.gpu_settings import device_name, gpu_settings
-from .runtime.messages import print_error, warn
-from .runtime.run_lock import run_folder_errors
-from .runtime.session import RankSession
+from .session import RankSession
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
-def begin_run_folder(job: ResolvedRun, agreed: Agreement, session: RankSession, metrics: MetricsFile) -> bool:
+def begin_run_folder(
+    job: ResolvedRun, agreed: Agreement, session: RankSession, metrics: MetricsFile, num_scored: int
+) -> bool:
     """Announce the run and write the files that precede its first step, or say that there is none (on rank 0).
+
+    Args:
+        num_scored: sequences of a validation.
 
     Returns:
         False if the run has ended before: its files are then left alone.
 
     Raises:
-        CheckpointError: the folder cannot be written, or some rank does not see it; the same on all ranks.
+        AgreedError: the folder cannot be written, or some rank does not see it.
 
     Communicates:
         from rank 0 whether there is a record, which others may not see yet over NFS; then small objects.
     """
-    run_dir, strategy, last_step = session.folder, session.strategy, session.trainer.max_steps
-    if strategy.broadcast(agreed.step >= last_step and (run_dir / RECORD).is_file()):
+    run_dir, ranks, last_step = session.folder, session.strategy.ranks, session.trainer.max_steps
+    if ranks.broadcast(agreed.step >= last_step and (run_dir / RECORD).is_file()):
         if session.is_first:
             print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
         return False
     if session.is_first:
-        announce(job, agreed, session)
-    strategy.agree(partial(prepare_folder, job, agreed, run_dir, metrics), first_rank_only=True)
-    strategy.check_shared(run_dir / CHECKPOINTS)
+        announce(job, agreed, session, num_scored)
+    ranks.agree(partial(prepare_folder, job, agreed, run_dir, metrics), first_rank_only=True)
+    ranks.check_shared(run_dir / CHECKPOINTS)
     return True
 
 
@@ -91,10 +96,10 @@ def report_failure(session: RankSession, step: int, report: StepReport) -> None:
     """Print one line about a run that stopped early, after `step`; if it diverged, also write a file.
 
     Raises:
-        CheckpointError: the file cannot be written; the same on all ranks.
+        AgreedError: the file cannot be written.
     """
     if session.ending.exit_code == DIVERGED:
-        reports = session.strategy.gather(report.diagnosis)
+        reports = session.strategy.ranks.gather(report.diagnosis)
         path = session.folder / f"not_finite_step_{step}.json"
         if session.is_first:
             print_error(
@@ -103,7 +108,7 @@ def report_failure(session: RankSession, step: int, report: StepReport) -> None:
                 f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
             )
         write = partial(path.write_text, json.dumps(reports, indent=1), encoding="utf-8")
-        session.strategy.agree(write, first_rank_only=True)  # all ranks must learn of a full disk
+        session.strategy.ranks.agree(write, first_rank_only=True)  # all ranks must learn of a full disk
     if session.ending.exit_code == INTERRUPTED and session.is_first:
         received, where = session.interruption.received, session.folder / CHECKPOINTS
         name = received.name if received else "a signal to another rank"
@@ -133,6 +138,7 @@ def write_run_record(
     session: RankSession,
     report: StepReport,
     step: int,
+    num_scored: int,
     start: dict[str, float] | None,
     started: float,
     seconds: float,
@@ -141,6 +147,7 @@ def write_run_record(
 
     Args:
         step: the last.
+        num_scored: sequences of a validation.
         start: losses before the first step; None after a resume.
         started: when this start began, seconds since the epoch.
         seconds: of training alone, by all starts.
@@ -155,6 +162,7 @@ def write_run_record(
     for name, value in (start or {}).items():
         if not name.endswith("perplexity"):
             metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": units[name]}
+    metrics["val/num_sequences"] = {"value": num_scored, "unit": "sequences"}
     unigram = corpus_unigram_cross_entropy(job.corpus)
     metrics["val/unigram_cross_entropy"] = {"value": unigram, "unit": "nats/token"}
     for name, unit in (("train/loss", total), ("tokens_per_s", "tokens/s")):
@@ -176,10 +184,20 @@ def write_run_record(
         steps=[agreed.step, step],
         started=started,
     )
-    write_record(run_record | {"kernels": asdict(agreed.kernels)}, session.folder / RECORD)
+    end, first = report.validation["val/loss"], training_losses(session.folder / METRICS)[:1]  # a resumed run has these
+    above = not math.isfinite(end) or end > (start["val/loss"] if start else next(iter(first), end))
+    more = {"kernels": asdict(agreed.kernels), "ended_above_start": above}
+    write_record(run_record | more, session.folder / RECORD)
     loss = describe_validation(report.validation, start, terms)
     unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
     print(f"validation loss {loss} at step {step}; {unigram_loss}")
     print(f"record: {session.folder / RECORD}", flush=True)
-    if not math.isfinite(report.validation["val/loss"]):
+    if not math.isfinite(end):
         warn("the validation loss is not finite: the run has diverged")
+    elif above:
+        warn_of_no_progress("validation loss", job.run.optimizer.lr)
+
+
+def warn_of_no_progress(loss: str, lr: float) -> None:
+    """Say that a training ended with a higher loss than it began with."""
+    warn(f"the {loss} ended above its start, so nothing useful was learned; try a lower optimizer.lr than {lr:g}")

@@ -1,5 +1,6 @@
 """The Lightning strategy: the (data, pipeline, tensor) grid of ranks."""
 
+import atexit
 import contextlib
 import os
 import resource
@@ -7,16 +8,25 @@ import sys
 import uuid
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache, partial
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from ..checkpoint import CheckpointWriter
 from ..config import Layout
 from ..parallel import ParallelContext, make_context
+from ..parallel.rendezvous import start_process_group
+from ..runtime.ranks import make_ranks
 from .checkpoints.sharded_strategy import ShardedCheckpointStrategy
+from .step.optimizer import MixedPrecisionAdamW
+from .step.training_module import TrainingModule
 
 # Collectives time out this much later than the watchdog, so that the watchdog reports what the rank was doing.
 _GRACE = timedelta(minutes=1)
@@ -25,16 +35,32 @@ FULL_MESH = 16  # ranks
 
 
 def prepare_connections(world_size: int) -> None:
-    """Let gloo connect many ranks only as they communicate, and raise this process's limit of open files.
+    """Let gloo connect many ranks only as they communicate, NCCL all of a group at its start, and raise this process's
+    limit of open files.
 
     Otherwise each group connects every rank with every other one: 511 sockets on each of 512, which was reported to
     fail above 60 nodes. Fewer keep the full mesh, over which the tests of lost ranks run.
     """
     if world_size > FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    # Otherwise NCCL takes the buffers of an algorithm at its first message of a size that it sends by this one, after
+    # `check_free_memory`; no list of collectives reaches them all.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # macOS names no limit, and refuses that
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@cache
+def _end_at_exit() -> None:
+    """End the process group at exit, as Lightning does: NCCL warns of a group that is left."""
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+
+
+def _gather_metric(state: Tensor, group: Any, context: ParallelContext) -> list[Tensor]:
+    """A metric's state on all data ranks; by default torchmetrics gathers also from tensor ranks, which have the same
+    samples."""
+    return gather_all_tensors(state, group or context.dp_group)
 
 
 class TensorParallelStrategy(ShardedCheckpointStrategy):
@@ -71,7 +97,26 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.layout = replace(layout, **options)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
-        self.save_timeout_s = 0.9 * 60 * timeout_minutes  # rank 0 names the rank before a watchdog ends the run
+        self._is_alone = False
+        # Of a start and of a save: what does not come is named before a watchdog ends the run.
+        self.named_timeout = timedelta(minutes=0.9 * timeout_minutes)
+
+    def connect(self, model: L.LightningModule) -> None:
+        """Take the module to run.
+
+        Raises:
+            ValueError: it is not a `TrainingModule`: nothing would average its gradients over the data ranks, clip them
+                by the norm of the whole model, or save its shards; or it optimizes by itself.
+        """
+        kind = type(model).__name__
+        if not isinstance(model, TrainingModule):
+            raise ValueError(
+                "`module` must be a TrainingModule under TensorParallelStrategy (for any other LightningModule take "
+                f'`strategy="ddp"`), but is a {kind}'
+            )
+        if not model.automatic_optimization:
+            raise ValueError(f"`automatic_optimization` of {kind} must be True, but is False")
+        super().connect(model)
 
     def _configure_launcher(self) -> None:
         """Use no launcher for one process, so that a notebook works too, nor for ranks that exist already.
@@ -92,12 +137,19 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     def setup_distributed(self) -> None:
         """Start the process group; one process uses an in-process store, without a port that may be taken."""
         prepare_connections(self.num_nodes * self.num_processes)
-        self._is_alone = self.num_nodes * self.num_processes == 1 and not dist.is_initialized()
-        if self._is_alone:
-            options = {"store": dist.HashStore(), "rank": 0, "world_size": 1, "timeout": self.collective_timeout}
-            if self.root_device.type == "cuda":  # as Lightning does for several; without it every barrier warns
-                options["device_id"] = self.root_device
-            dist.init_process_group(self._get_process_group_backend(), **options)
+        is_new, world_size = not dist.is_initialized(), self.num_nodes * self.num_processes
+        self._is_alone = is_new and world_size == 1
+        if is_new:
+            rank, address, place = 0, ("", 0), self.cluster_environment
+            if not self._is_alone:
+                self.set_world_ranks()
+                rank, address = place.global_rank(), (place.main_address, place.main_port)
+            # On a GPU its communicator starts at once.
+            options = {"device_id": self.root_device} if self.root_device.type == "cuda" else {}
+            backend = self._get_process_group_backend()
+            timeouts = self.collective_timeout, self.named_timeout
+            start_process_group(backend, address, rank, world_size, *timeouts, **options)
+            _end_at_exit()
         super().setup_distributed()
 
     def setup_environment(self) -> None:
@@ -105,11 +157,17 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         super().setup_environment()
         if self.parallel.tp_group is None or self._is_alone:  # a single process ends its group with each call
             self._make_groups()
-        token = self.broadcast(uuid.uuid4().hex[:8])
-        self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.save_timeout_s)
+        token = self.ranks.broadcast(uuid.uuid4().hex[:8])
+        self.writer = CheckpointWriter(token, self.global_rank, self.world_size, self.named_timeout.total_seconds())
 
     def _make_groups(self) -> None:
-        """Make the groups of the grid; a later call of the Trainer uses the same, as the model's layers do."""
+        """Make the groups of the grid; a later call of the Trainer uses the same, as the model's layers do.
+
+        From a group that is bound to a device torch splits the others. A rank outside a new group must take part in
+        that, even if the group is of gloo, so leaders and others would split different numbers of times and wait for
+        ever; and the second default group of a process crashes in a split (pytorch issue 192109).
+        """
+        dist.distributed_c10d._get_default_group().bound_device_id = None
         self.layout = self.layout.over(self.world_size)
         self.parallel = make_context(
             self.layout.axes,
@@ -121,28 +179,42 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             batch_halves=self.layout.cuts_batch,
             pad_heads=self.layout.pad_heads,
         )
-        if self.root_device.type == "cuda":  # small decisions of the hosts need not wait for the GPUs
-            self.control_group = dist.new_group(backend="gloo", timeout=self.collective_timeout)
-        if self.num_nodes > 1 < self.num_processes:
-            self.make_host_groups(self.num_processes)
-
-    def make_host_groups(self, local_size: int) -> None:
-        """Make the groups of `any_rank`, for hosts of `local_size` ranks each."""
-        hosts = [list(range(first, first + local_size)) for first in range(0, self.world_size, local_size)]
-        options = {"backend": "gloo", "timeout": self.collective_timeout}
-        self.host_group, _ = dist.new_subgroups_by_enumeration(hosts, **options)
-        self.leader_group = dist.new_group([ranks[0] for ranks in hosts], **options)
+        self.ranks = make_ranks(self.num_processes, self.collective_timeout, self.root_device.type == "cuda")
 
     def setup(self, trainer: Any) -> None:
-        """Move the shard to its device and, for training, create the optimizer.
+        """Move the shard to its device, let metrics count the data ranks and, for training, create the optimizer.
 
         DDPStrategy's own version would give every tensor rank the shard of rank 0.
         """
         self.accelerator.setup(trainer)
         self.model_to_device()
+        for metric in self.lightning_module.modules():
+            if isinstance(metric, Metric):
+                given = metric.dist_sync_fn
+                if given is None or getattr(given, "func", None) is _gather_metric:  # of a Trainer before
+                    metric.dist_sync_fn = partial(_gather_metric, context=self.parallel)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Create the optimizer.
+
+        Raises:
+            ValueError: `configure_optimizers` of a subclass returns another one.
+        """
+        super().setup_optimizers(trainer)
+        optimizer = self.optimizers[0]  # Lightning refuses several
+        if not isinstance(optimizer, MixedPrecisionAdamW):
+            raise ValueError(
+                "`configure_optimizers` must return the optimizer of `super().configure_optimizers()` (whose schedule "
+                f"may be replaced), but returns {type(optimizer).__name__.lstrip('_')}"
+            )
+
+    def on_train_start(self) -> None:
+        """Let the masters be what callbacks and the module have written into the weights, in hooks before this one."""
+        super().on_train_start()
+        self.optimizers[0].take_weights()
 
     def teardown(self) -> None:
         """Leave weights and optimizer on the device, unlike DDPStrategy: a shard with its moments may not fit into the
@@ -151,6 +223,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.accelerator.teardown()
         if self._is_alone:  # the next Trainer of this process may use another layout
             dist.destroy_process_group()
+            self._is_alone = False  # Lightning calls this also where it refuses its next call before it starts
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

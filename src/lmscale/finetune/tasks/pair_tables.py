@@ -126,7 +126,7 @@ def _rows(table: PairTable, task: TaskConfig, place: str, report: RowReport) -> 
             yield where, row
     else:
         header, rows = tsv_rows(Path(place))
-        check_columns(place, header, needed)
+        check_columns(f"line 1 of {place}", header, needed)
         for where, cells in rows:
             if len(cells) == len(header):
                 yield where, dict(zip(header, cells, strict=True))
@@ -137,7 +137,9 @@ def _rows(table: PairTable, task: TaskConfig, place: str, report: RowReport) -> 
 
 
 def name_mnli(set_name: str) -> str:
-    """Return GLUE's file name for the predictions of a set."""
+    """Return GLUE's file name for the predictions of a set; its diagnostic set is called AX there."""
+    if set_name == "ax" or "diagnostic" in set_name:
+        return "AX.tsv"
     return "MNLI-mm.tsv" if "mismatched" in set_name else "MNLI-m.tsv"
 
 

@@ -20,8 +20,12 @@ def read_squad(task: TaskConfig, place: str, report: RowReport) -> list[SpanExam
 
 def _from_json(task: TaskConfig, place: str, report: RowReport) -> Iterator[SpanExample]:
     content = json_file(Path(place))
+    data = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(data, list):
+        found = "is a list" if isinstance(content, list) else "has no list `data`"
+        raise ValueError(f'{place} must be SQuAD\'s official JSON, {{"version", "data": [...]}}, but {found}')
     try:
-        for a, article in enumerate(content["data"]):
+        for a, article in enumerate(data):
             for p, paragraph in enumerate(article["paragraphs"]):
                 for q, qa in enumerate(paragraph["qas"]):
                     where = f"data[{a}].paragraphs[{p}].qas[{q}]"

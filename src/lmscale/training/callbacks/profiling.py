@@ -7,7 +7,7 @@ import lightning as L
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ...config.training import TRACED_UP_TO
-from ..runtime.messages import warn
+from ...runtime.messages import warn
 
 WAIT, WARM_UP = 2, 1  # steps without profiling, steps observed but not kept; those up to `TRACED_UP_TO` are kept
 UNTRACED = WAIT + WARM_UP

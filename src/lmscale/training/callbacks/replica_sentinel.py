@@ -6,9 +6,9 @@ import lightning as L
 
 from ...parallel import ParallelContext, fingerprint, first_difference
 from ...parallel.pipeline import gather_from_stages
-from ..runtime.exit_codes import REPLICAS_DIFFER
-from ..runtime.messages import print_error
-from ..runtime.session import Ending
+from ...runtime.exit_codes import REPLICAS_DIFFER
+from ...runtime.messages import print_error
+from ..session import Ending
 from ..step.optimizer import MixedPrecisionAdamW
 from .sample_digest import SampleDigest
 
@@ -56,7 +56,7 @@ class ReplicaSentinel(L.Callback):
         over_data = first_difference({name: tensor for name, (tensor, _) in shared.items()}, context.dp_group)
         over_stages = self._difference_over_stages(optimizer, context)
         groups = {"tensor": over_tensor, "pipeline": over_stages, "data": over_data}
-        if not any(trainer.strategy.any_rank(*(name is not None for name in groups.values()))):
+        if not any(trainer.strategy.ranks.any(*(name is not None for name in groups.values()))):
             return
         for group, name in groups.items():
             if name is not None:

@@ -7,11 +7,11 @@ import lightning as L
 
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step
+from ...runtime.exit_codes import DIVERGED
+from ...runtime.gpu_settings import device_name
 from ..agreement import Agreement
 from ..resolve import ResolvedRun
-from ..runtime.exit_codes import DIVERGED
-from ..runtime.gpu_settings import device_name
-from ..runtime.session import RankSession
+from ..session import RankSession
 from ..step.counters import Counters
 from .diagnosis import diagnose
 from .layer_gradients import layer_gradient_norms
@@ -35,7 +35,7 @@ class StepReport(L.Callback):
         counters: of the optimizer at the last row; None before the first.
         validation: the losses of the last validation, taken after step `validated_at`.
         diagnosis: of this rank, once the run has diverged.
-        training_from: when training would have begun without interruptions, seconds since the epoch.
+        training_from: when training would have begun without interruptions, by the monotonic clock.
 
     Communicates:
         per row one all-reduce of the loss terms over the data group; with `logger.layer_grad_norms` also
@@ -52,7 +52,7 @@ class StepReport(L.Callback):
         self.validation: dict[str, float] = {}
         self.validated_at = -1
         self.diagnosis: dict[str, Any] = {}
-        self.training_from = time.time()
+        self.training_from = time.monotonic()
         self._layer_norms: dict[str, float] = {}
         self._batch_end: float | None = None
         self._steps_since_row = 0

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: Any, name: str = "state") -> Any:
     """Convert to plain JSON values; tensors, non-finite floats and keys that are not strings keep their type.
+
+    Args:
+        name: of the value, for the error.
 
     Raises:
         ValueError: a value of another type, such as an object of a callback.
@@ -19,16 +22,17 @@ def to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"__float__": repr(value)}
     if isinstance(value, dict):
+        items = [(key, to_json(item, f"{name}[{key!r}]")) for key, item in value.items()]
         if all(isinstance(key, str) for key in value):
-            return {key: to_json(item) for key, item in value.items()}
-        return {"__items__": [[to_json(key), to_json(item)] for key, item in value.items()]}
+            return dict(items)
+        return {"__items__": [[to_json(key, name), item] for key, item in items]}
     if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
+        return [to_json(item, f"{name}[{number}]") for number, item in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise ValueError(f"a checkpoint's state must be plain values and tensors, but has a {type(value).__name__}")
+    raise ValueError(f"a checkpoint must have plain values and tensors, but {name} is a {type(value).__name__}")
 
 
 def from_json(value: Any) -> Any:

@@ -26,7 +26,8 @@ from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.sampler import RunSamples
 from ...launcher import is_restart
-from ..runtime.messages import warn
+from ...runtime.messages import warn
+from ...runtime.ranks import AgreedError
 from ..step.learning_rate import learning_rate_of_update
 from ..strategy import TensorParallelStrategy
 
@@ -77,7 +78,10 @@ def find_checkpoint(run: RunConfig) -> str | None:
     if path == "auto":
         newest = next((path for path in reversed(own) if _problem(path) is None), None)
         if own and newest is None:
-            raise CheckpointError(f"no checkpoint in {folder} can be read; {_problem(own[-1])}")
+            raise CheckpointError(
+                f"no checkpoint in {folder} can be read; {_problem(own[-1])}; a run from the start needs another "
+                "hydra.run.dir"
+            )
         return newest and str(newest)
     chosen = find_given("resume", path, "none, auto, a checkpoint or a run folder").absolute()
     check_files(chosen, read_metadata(chosen))
@@ -180,10 +184,16 @@ def _choose_schedule(
     updates = range(1, num_updates + 1)
     first = next((k for k in updates if len({learning_rate_of_update(k, *choice) for choice in choices}) > 1), None)
     if others or first is not None:
+
+        def rates(schedule: ScheduleConfig, lr: float) -> str:
+            ends = (learning_rate_of_update(k, schedule, lr) for k in (num_updates + 1, run.trainer.max_steps))
+            return "{:.3g} next and {:.3g} at the end".format(*ends)
+
         since = "" if first is None else f"; the rates differ from update {first} on, and it has done {num_updates}"
         raise ScheduleDiffersError(
             f"`resume.schedule` must be keep or override where the rates so far or the optimizer are not those of "
-            f"{name} ({'; '.join(differences)}{since}), but is assert"
+            f"{name} ({'; '.join(differences)}{since}), but is assert; keep goes on with the checkpoint's (rates of "
+            f"{rates(schedule, lr)}), override with those given here ({rates(run.schedule, run.optimizer.lr)})"
         )
     return run.optimizer, run.schedule
 
@@ -200,7 +210,7 @@ def agree_on_checkpoint(
         chosen: the result of `find_checkpoint` on rank 0.
 
     Raises:
-        CheckpointError: it is damaged, or none of several is intact; the same on all ranks.
+        AgreedError: it is damaged, or none of several is intact.
 
     Communicates:
         a few small objects over the world, between the hosts.
@@ -208,15 +218,14 @@ def agree_on_checkpoint(
     own = list_checkpoints(run_dir / CHECKPOINTS)[::-1]
     falls_back = run.resume.path == "auto" or (is_restart() and bool(own))
     candidates = own if falls_back else [Path(chosen)] if chosen else []
-    falls_back, candidates = strategy.broadcast((falls_back, candidates))
-    damaged: list[tuple[Path, CheckpointError]] = []
+    falls_back, candidates = strategy.ranks.broadcast((falls_back, candidates))
+    damaged: list[tuple[Path, AgreedError]] = []
     for path in candidates:
         try:
-            strategy.agree(partial(_check_intact, path, strategy.global_rank, strategy.world_size))
-        except CheckpointVersionError:
-            raise  # it is not damaged: falling back to an older one would hide that
-        except CheckpointError as error:
-            if not falls_back:
+            strategy.ranks.agree(partial(_check_intact, path, strategy.global_rank, strategy.world_size))
+        except AgreedError as error:
+            # Of another version it is not damaged: falling back to an older one would hide that.
+            if not falls_back or isinstance(error.__cause__, CheckpointVersionError):
                 raise
             damaged.append((path, error))
             continue
@@ -226,7 +235,7 @@ def agree_on_checkpoint(
         return str(path)
     if damaged:  # all keep their names: without any, the next start would begin the run anew
         number, folder = len(damaged), run_dir / CHECKPOINTS
-        raise CheckpointError(f"none of the {number} checkpoints in {folder} is good; the newest: {damaged[0][1]}")
+        raise AgreedError(f"none of the {number} checkpoints in {folder} is good; the newest: {damaged[0][1]}")
     return None
 
 
@@ -234,7 +243,7 @@ def check_data_digest(path: str, samples: RunSamples, strategy: TensorParallelSt
     """Check on all ranks that the samples a checkpoint has consumed are those that this run would have consumed.
 
     Raises:
-        CheckpointError: they differ, although every setting agrees.
+        AgreedError: they differ, although every setting agrees.
 
     Communicates:
         one all-reduce of a number over the world, between the hosts.
@@ -242,10 +251,10 @@ def check_data_digest(path: str, samples: RunSamples, strategy: TensorParallelSt
     metadata = read_metadata(path)
     digest = expected_digest(samples.sampler(), metadata.step, strategy.global_rank, strategy.world_size)
     if strategy.world_size > 1:
-        dist.all_reduce(digest, group=strategy.control_group)
+        dist.all_reduce(digest, group=strategy.ranks.group)
     expected, found = digest_text(int(digest)), metadata.state["data_digest"]
     if found != expected:
-        raise CheckpointError(
+        raise AgreedError(
             f"checkpoint {Path(path).name}: the data digest must be {expected} after step {metadata.step}, "
             f"but is {found}: that run saw other samples, or in another order, than this run would have"
         )

@@ -11,13 +11,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ...checkpoint import CheckpointError, checkpoint_name, list_checkpoints, read_metadata, remove_checkpoint
 from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
+from ...runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
+from ...runtime.messages import print_error
 from ..agreement import Agreement
 from ..callbacks.sample_digest import SampleDigest
 from ..callbacks.step_report import StepReport
 from ..resolve import ResolvedRun
-from ..runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
-from ..runtime.messages import print_error
-from ..runtime.session import RankSession
+from ..session import RankSession
 from .resuming import CHECKPOINTS
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
@@ -59,14 +59,14 @@ class Checkpointing(L.Callback):
         self.last_saved = pl_module.completed_steps
         self.saved_at = time.monotonic()
         known = [loss for loss, _ in self._scored()] if trainer.is_global_zero else []
-        self.best_losses = trainer.strategy.broadcast(known[: self.config.keep_best])
+        self.best_losses = trainer.strategy.ranks.broadcast(known[: self.config.keep_best])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Agree with the other ranks on what is due; save now unless this step is validated first."""
         step, config = pl_module.completed_steps, self.config
         minutes = (time.monotonic() - self.saved_at) / 60
         by_clock = config.save_every_minutes is not None and minutes >= config.save_every_minutes
-        wants_stop, by_clock = trainer.strategy.any_rank(self.interruption.received is not None, by_clock)
+        wants_stop, by_clock = trainer.strategy.ranks.any(self.interruption.received is not None, by_clock)
         by_steps = config.save_every_steps > 0 and step % config.save_every_steps == 0
         self.is_due = by_steps or by_clock
         every = self.run.trainer.validate_every_steps
@@ -93,7 +93,7 @@ class Checkpointing(L.Callback):
         samples_of_all = len(trainer.datamodule.samples.scored) // pl_module.parallel.dp_size
         if batch_idx >= samples_of_all // self.run.micro_batch_size or pl_module.completed_steps >= trainer.max_steps:
             return  # some rank has no such micro-batch
-        (wants_stop,) = trainer.strategy.any_rank(self.interruption.received is not None)
+        (wants_stop,) = trainer.strategy.ranks.any(self.interruption.received is not None)
         if wants_stop:
             self.ending.stop(trainer, INTERRUPTED)
             self._save(trainer, pl_module)
@@ -108,7 +108,7 @@ class Checkpointing(L.Callback):
                 best = sorted([*self.best_losses, loss])[: self.config.keep_best]
                 is_best, self.best_losses = best != self.best_losses, best
             # Kernels tuned on each rank may give other last bits, and all ranks must save or none.
-            (is_best,) = trainer.strategy.any_rank(is_best)
+            (is_best,) = trainer.strategy.ranks.any(is_best)
         if self.is_due or is_best:
             self._save(trainer, pl_module)
 
@@ -140,7 +140,7 @@ class Checkpointing(L.Callback):
         """What a checkpoint holds besides weights and optimizer: data digest, training time, this step's validation."""
         digest = sum_over_data_ranks(self.digest.value.clone(), pl_module.parallel)
         state = {"data_digest": digest_text(int(digest)), "corpus_hash": trainer.datamodule.samples.corpus.content_hash}
-        state["train_time_s"] = time.time() - self.report.training_from
+        state["train_time_s"] = time.monotonic() - self.report.training_from
         if self.report.validated_at == pl_module.completed_steps:
             state["validation"] = self.report.validation
         return state

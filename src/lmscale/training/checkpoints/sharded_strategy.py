@@ -1,16 +1,12 @@
 """The checkpoint part of the strategy: all ranks write their shards in our format; any layout can read them."""
 
-import contextlib
-import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ...checkpoint import (
@@ -25,122 +21,28 @@ from ...checkpoint import (
 )
 from ...checkpoint.model_tensors import model_shapes
 from ...parallel import ParallelContext, padding_of
-from ..runtime.lost_rank import abort_nccl
+from ...runtime.lost_rank import abort_nccl
+from ...runtime.ranks import AgreedError, Ranks
+from ..step.learning_rate import UpdateSchedule
 from .lightning_state import count_steps, from_json, loops_after, to_json
 
-_NFS_DELAY_S = 60.0  # an NFS client keeps what it knows of a folder for up to `acdirmax`
-
-
-def _appears(file: Path) -> bool:
-    """Whether a file that another host has just written is there, or comes within `_NFS_DELAY_S`.
-
-    Listing a folder makes an NFS client ask the server; otherwise it may trust its memory of what was missing.
-    """
-    deadline = time.monotonic() + _NFS_DELAY_S
-    while True:
-        with contextlib.suppress(OSError):
-            os.listdir(file.parent.parent)
-            if file.name in os.listdir(file.parent):
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
+_RATES = ("lr", "betas")  # what torch's schedules change
 
 
 class ShardedCheckpointStrategy(DDPStrategy):
-    """The part of `TensorParallelStrategy` in which ranks agree, and write and read checkpoints."""
+    """The part of `TensorParallelStrategy` in which ranks write and read checkpoints."""
 
     parallel: ParallelContext
     writer: CheckpointWriter | None = None
-    control_group: dist.ProcessGroup | None = None
-    host_group: dist.ProcessGroup | None = None  # the ranks of this host, if votes are counted per host
-    leader_group: dist.ProcessGroup | None = None  # the first rank of each host
+    ranks = Ranks()
 
     def on_exception(self, exception: BaseException) -> None:
         """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
         gone."""
         super().on_exception(exception)
-        if self.world_size > 1 and not isinstance(exception, CheckpointError):  # which nearly always every rank raises
+        # Nearly always every rank raises these.
+        if self.world_size > 1 and not isinstance(exception, AgreedError | CheckpointError):
             abort_nccl()
-
-    def any_rank(self, *decisions: bool) -> list[bool]:
-        """For each decision, whether any rank says yes; the same on all ranks.
-
-        A rank that is gone ends the vote on its host, and the missing leader that of the others.
-
-        Communicates:
-            on one host, an all-reduce over the world. On several, an all-reduce over the ranks of each host, one over
-            the first ranks of the hosts, and a broadcast on each host: gloo sends 2 (P - 1) messages one after the
-            other for an all-reduce over P ranks.
-        """
-        if self.world_size == 1:
-            return list(decisions)
-        votes = torch.tensor([int(decision) for decision in decisions])
-        if self.host_group is None:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.control_group)
-        else:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.host_group)
-            if self.local_rank == 0:
-                dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.leader_group)
-            dist.broadcast(votes, src=self.global_rank - self.local_rank, group=self.host_group)
-        return [bool(vote) for vote in votes.tolist()]
-
-    def agree(self, action: Callable[[], Any], first_rank_only: bool = False) -> Any:
-        """Return this rank's `action()`; if it fails on any rank, raise the error of the lowest such rank on all ranks.
-
-        Args:
-            first_rank_only: the other ranks do nothing and return None.
-
-        Raises:
-            CheckpointError: also of any other ValueError or OSError of `action`.
-
-        Communicates:
-            one small object per rank over the world, between the hosts.
-        """
-        result = error = None
-        try:
-            if self.is_global_zero or not first_rank_only:
-                result = action()
-        except (OSError, ValueError) as problem:
-            error = problem
-        error = next((each for each in self.gather(error) if each is not None), None)
-        if error is not None:
-            raise error if isinstance(error, CheckpointError) else CheckpointError(str(error))
-        return result
-
-    def gather(self, item: Any) -> list[Any]:
-        """Every rank's small item by rank, on all ranks.
-
-        Communicates:
-            one object per rank over the world, between the hosts.
-        """
-        items = [item] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(items, item, group=self.control_group)
-        return items
-
-    def check_shared(self, folder: Path) -> None:
-        """Check that all ranks see what rank 0 writes into `folder`.
-
-        Raises:
-            CheckpointError: some rank does not; raised on all ranks.
-
-        Communicates:
-            one small object per rank over the world, twice.
-        """
-        note = folder / f".{self.writer.token}.shared"
-
-        def look() -> None:
-            if not _appears(note):
-                problem = f"rank {self.global_rank} does not see {folder}"
-                raise CheckpointError(f"{problem}: it must be on a file system that all ranks share")
-
-        self.agree(note.touch, first_rank_only=True)
-        try:
-            self.agree(look)
-        finally:
-            if self.is_global_zero:
-                note.unlink()
 
     def begin_save(
         self,
@@ -177,7 +79,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         metadata = CheckpointMetadata(
             step=module.completed_steps,
             layout=self.layout.sizes,
-            model=module.config.to_dict(),
+            model={} if module.config is None else module.config.to_dict(),
             tensors=mine | entries(model_shapes(module.config) if context.pp_size > 1 else {}),
             files={},
             optimizer={} if weights_only else optimizer.state_dict(),
@@ -197,7 +99,7 @@ class ShardedCheckpointStrategy(DDPStrategy):
         Communicates:
             rank 0's result to the world.
         """
-        return self.broadcast(self.writer.finish())
+        return self.ranks.broadcast(self.writer.finish())
 
     def lightning_module_state_dict(self) -> dict[str, Tensor]:
         """Empty: `save_checkpoint` takes the tensors itself."""
@@ -210,15 +112,22 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Lightning's `trainer.save_checkpoint`, in our format; loops and callbacks go into the metadata.
 
+        Without an optimizer, as after `validate`, it has only weights.
+
         Raises:
-            CheckpointError: it could not be written; raised on all ranks.
+            AgreedError: it could not be written.
         """
+        if self.lightning_module.model is None:  # `OnExceptionCheckpoint` saves also where the run is refused
+            rank_zero_warn(f"{filepath} is not written: the model is not built yet")
+            return
         checkpoint = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-        weights_only = "lr_schedulers" not in checkpoint
+        weights_only = "lr_schedulers" not in checkpoint or not self.optimizers
+        if not weights_only:  # torch's schedules go on from these
+            checkpoint["rates"] = [{key: group[key] for key in _RATES} for group in self.optimizers[0].param_groups]
         self.begin_save(Path(filepath), {}, {"lightning": to_json(checkpoint)}, weights_only=weights_only)
         error = self.finish_save()
         if error is not None:
-            raise CheckpointError(error)
+            raise AgreedError(error)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning needs to resume after a checkpoint's step; the tensors are read later, in place.
@@ -227,7 +136,8 @@ class ShardedCheckpointStrategy(DDPStrategy):
             CheckpointError: it is missing, damaged or of another model.
         """
         metadata = read_metadata(checkpoint_path)
-        check_model(metadata, self.lightning_module.config, checkpoint_path)
+        if self.lightning_module.config is not None:
+            check_model(metadata, self.lightning_module.config, checkpoint_path)
         if "lightning" in metadata.state:
             found = from_json(metadata.state["lightning"])
             count_steps(found["loops"]["fit_loop"])
@@ -257,19 +167,23 @@ class ShardedCheckpointStrategy(DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
-        """Read the weights in place, unless `configure_model` has."""
+        """Restore the number of steps, and read the weights in place, unless `configure_model` has."""
+        self.lightning_module.completed_steps = checkpoint["global_step"]
         if self.lightning_module.weights_from != checkpoint["path"]:
             self.lightning_module.read_weights(checkpoint["path"])
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
-        """Read masters and moments in place."""
+        """Read masters and moments in place; with a schedule of torch's also the rates, from which it goes on."""
         state, optimizer = checkpoint["optimizer_states"][0], self.optimizers[0]
         with self.lightning_module.reading(state["path"]) as read_into:
             if self.lightning_module.weights_from != state["path"]:
                 optimizer.load_masters(read_into)
             optimizer.load_moments(state["counters"], read_into)
+        if "rates" in checkpoint and not isinstance(self.lightning_module.lr_schedulers(), UpdateSchedule):
+            for group, rates in zip(optimizer.param_groups, checkpoint["rates"], strict=True):
+                group |= rates
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Delete a checkpoint directory (rank 0 does)."""
-        if self.is_global_zero:
+        """Delete a checkpoint directory, if it is there (rank 0 does)."""
+        if self.is_global_zero and Path(filepath).exists():  # `OnExceptionCheckpoint` asks for it in any case
             remove_checkpoint(filepath)

@@ -20,7 +20,11 @@ _UPDATE = 0x2C1B3C6D  # odd, so that the updates' keys differ
 
 
 def update_by_torch(
-    group: dict[str, Any], state: dict[Tensor, dict[str, Any]], weights: dict[Tensor, nn.Parameter], step: Tensor
+    group: dict[str, Any],
+    state: dict[Tensor, dict[str, Any]],
+    weights: dict[Tensor, nn.Parameter],
+    step: Tensor,
+    frozen: set[Tensor],
 ) -> None:
     """Update one parameter group by torch's fused AdamW, after clipping the gradients in place.
 
@@ -29,8 +33,9 @@ def update_by_torch(
         state: of the optimizer: `exp_avg` and `exp_avg_sq` per master.
         weights: the half-type weight of each master; empty if the masters are the weights.
         step: [5], see `DeviceCounters.advance`.
+        frozen: masters that stay.
     """
-    masters = group["params"]
+    masters = [master for master in group["params"] if master not in frozen]
     if not masters:
         return
     factor, finite, *_, number = step.unbind()
@@ -81,21 +86,31 @@ class OnePass:
     ) -> None:
         fuse = partial(torch.compile, dynamic=False, options=HASH_AGAIN)
         self.adamw = fuse(adamw_of_groups) if compiles else adamw_in_blocks
-        self.rates = tensors[1].new_zeros(len(groups), 5)
+        self.rates = tensors[1].new_zeros(len(groups) + 1, 5)
+        self.rates[-1, -1] = 1.0  # of frozen parameters: all others are 0, and eps keeps the change from being 0 / 0
+        self.parts, self.width, self.frozen = parts, width, set()
         self.tensors = [each if each is None else each.unflatten(1, (-1, width)) for each in tensors]
         self.index = torch.zeros(self.tensors[1].shape[:2], dtype=torch.int32, device=self.rates.device)
         self.place = None if tp_rank is None else torch.stack([self.index, self.index])
         for number, group in enumerate(groups):
             for master in group["params"]:
-                name, param, start, row, column, size = parts[master]
-                rows = slice(column // width, -(-(column + size) // width))
-                self.index[row, rows] = number
+                name, param, start, _, _, size = parts[master]
+                rows = self._rows(master)
+                self.index[rows] = number
                 if tp_rank is not None:
-                    self.place[:, row, rows] = place_of(name, param, tp_rank, width, start, start + size)
+                    self.place[:, *rows] = place_of(name, param, tp_rank, width, start, start + size)
 
-    def __call__(self, groups: list[dict[str, Any]], step: Tensor) -> None:
-        """Update every parameter; see `update_by_torch`."""
-        for row, group in zip(self.rates, groups, strict=True):
+    def _rows(self, master: Tensor) -> tuple[int, slice]:
+        """Where the table has a master."""
+        part = self.parts[master]
+        return part.row, slice(part.column // self.width, -(-(part.column + part.size) // self.width))
+
+    def __call__(self, groups: list[dict[str, Any]], step: Tensor, frozen: set[Tensor]) -> None:
+        """Update every parameter that is not frozen; see `update_by_torch`."""
+        for master in frozen - self.frozen:
+            self.index[self._rows(master)] = len(groups)
+        self.frozen = frozen
+        for row, group in zip(self.rates[:-1], groups, strict=True):
             for entry, rate in zip(row, _rates(group), strict=True):
                 entry.fill_(rate)  # copying them from the host would wait for the device
         self.adamw(*self.tensors, step=step, rates=self.rates, groups=self.index, place=self.place)

@@ -45,7 +45,8 @@ class DeviceCounters:
     """
 
     def __init__(self, config: PrecisionConfig, betas: tuple[float, float], device: torch.device) -> None:
-        self.config, self.betas = config, betas
+        self.config, self._betas = config, betas
+        self.betas = torch.tensor(betas, dtype=torch.float64).to(device)
         self.dynamic = config.dtype == "fp16"
         scale = config.initial_loss_scale if self.dynamic else 1.0
         self.known = Counters(0, 0, 0, scale, 0, config.hysteresis, float("nan"))
@@ -58,6 +59,11 @@ class DeviceCounters:
     def loss_scale(self) -> Tensor | float:
         """The factor of the next step's loss: for fp16 fp64 [] on the device, otherwise 1."""
         return self.values[Counters._fields.index("loss_scale")] if self.dynamic else 1.0
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The gradient norm of the last step, fp64 [] on the device."""
+        return self.values[Counters._fields.index("grad_norm")]
 
     def advance(self, norm: GradientNorm, max_grad_norm: float | None, dtype: torch.dtype) -> Tensor:
         """Count one step and return the numbers that its updates need.
@@ -88,8 +94,15 @@ class DeviceCounters:
             scale = torch.where(finite, torch.where(grows, scale * 2, scale), halved)
         self.values.copy_(torch.stack([updates, skipped, in_a_row, scale, clean, left, grad_norm]))
         number = updates.clamp(min=1.0)  # 0 if no step has been finite: any number does, but none may be infinite
-        corrections = [1.0 - beta**number for beta in self.betas]
+        corrections = 1.0 - self.betas**number
         return torch.stack([factor, finite.double(), *corrections, number]).to(dtype)
+
+    def take_betas(self, betas: tuple[float, float]) -> None:
+        """Take the decay rates of the next step, which a schedule of torch's may change."""
+        if betas != self._betas:
+            self._betas = betas
+            for entry, beta in zip(self.betas, betas, strict=True):
+                entry.fill_(beta)  # copying them from the host would wait for the device
 
     def publish(self) -> None:
         """Begin to copy the counters to the host, after the last update of a step; on a CPU they are there."""

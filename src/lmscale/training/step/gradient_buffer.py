@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...parallel import ParallelContext, begin_sum_over_data_ranks, gather_from_data_ranks
 from ...partition import plan_buffer
+
+_HOOKS = WeakIdKeyDictionary()  # of each parameter in a buffer; as its attribute it would be pickled with it
 
 
 class Part(NamedTuple):
@@ -40,7 +43,8 @@ class GradientBuffer:
     their gradients are ready.
 
     Args:
-        named: parameters in the model's order, of one dtype and device; a hook moves each gradient into the buffer.
+        named: parameters in the model's order, of one dtype and device; a hook moves each gradient into the buffer, and
+            takes the place of that of an earlier buffer.
         held: the one whose gradient becomes final only when `reduce` is called.
 
     Attributes:
@@ -69,7 +73,12 @@ class GradientBuffer:
             place = slice(start, start + param.numel())
             view = self.views[name] = self.flat[place].view_as(param)
             param.data = self.weights[place].view_as(param).copy_(param.detach())
-            param.register_post_accumulate_grad_hook(partial(self._move_gradient, index, view))
+            if param in _HOOKS:
+                _HOOKS[param].remove()
+            trains = param.requires_grad
+            param.requires_grad_(True)  # else torch refuses a hook, and a callback may still unfreeze it
+            _HOOKS[param] = param.register_post_accumulate_grad_hook(partial(self._move_gradient, index, view))
+            param.requires_grad_(trains)
             self.parts += self._parts_of(name, param, place)
         self._has_gradient = [False] * len(parameters)
         self._pieces = self.flat.view(num, size)[: num if context.dp_size > 1 else 0]
@@ -131,7 +140,7 @@ class GradientBuffer:
         self._has_gradient = [False] * len(self.views)
 
     def complete(self) -> None:
-        """After the last micro-batch: set the gradients of unused parameters to zero."""
+        """After the last micro-batch: set the gradients of unused and frozen parameters to zero."""
         for index, view in enumerate(self.views.values()):
             if not self._has_gradient[index]:
                 view.zero_()

@@ -32,6 +32,19 @@ class UpdateSchedule(LRScheduler):
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
 
+    def check(self) -> None:
+        """Check before a step that the rates are those that were set.
+
+        Raises:
+            ValueError: a callback has set another one, which `step` would replace.
+        """
+        found = [group["lr"] for group in self.optimizer.param_groups]
+        if found != self._last_lr:
+            raise ValueError(
+                f"`lr` of the optimizer must stay the schedule's {self._last_lr[0]:g} between steps (replace the "
+                f"schedule in `configure_optimizers`), but is {found[0]:g}"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Empty: the optimizer's `num_updates` determines the rate."""
         return {}

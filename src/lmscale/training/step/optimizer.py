@@ -25,6 +25,9 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
     one dimension. Rates, decay and eps have the factors of `ShardSpec`. If a gradient is not finite on any rank, all
     ranks skip the step: weights and moments stay, `Counters.num_skipped` increases.
 
+    A parameter with `requires_grad_(False)` stays to the bit, with its moments, and is not in the norm. All ranks that
+    hold it must freeze it. One that no micro-batch uses has a gradient of zero, and decays.
+
     Norm, overflow, clipping, loss scale and counters stay on the device: `step` has no host synchronization.
 
     Args:
@@ -78,6 +81,8 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         self.masters, *moments = (self.buffer.part_views(each) for each in self.own.values())
         for part, master, gradient in zip(parts, self.masters, self.buffer.part_views(gradients), strict=True):
             master.shard, master.grad = part.param.shard, gradient
+        self._parameters, self._part_of = parameters, dict(zip(self.masters, parts, strict=True))
+        self._frozen: set[str] = set()
         self.weights: dict[Tensor, Tensor] = {}
         if self.holds_masters:
             self.weights = dict(zip(self.masters, self.buffer.part_views(weights), strict=True))
@@ -94,12 +99,13 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
                 {
                     "params": masters,
                     "weight_decay": config.weight_decay / rate_factor if decays else 0.0,
+                    "lr": config.lr * rate_factor,  # a schedule of torch's starts from it
                     "rate_factor": rate_factor,
                     "eps": config.eps * eps_factor,
                 }
                 for (decays, rate_factor, eps_factor), masters in groups.items()
             ],
-            {"lr": config.lr, "betas": betas},
+            {"betas": betas},
         )
         for master, *values in zip(self.masters, *moments, strict=True):
             self.state[master] = dict(zip(MOMENTS, values, strict=True))
@@ -107,8 +113,17 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         self._one_pass: OnePass | None = None
         if compiles or rounds:
             tensors = [weights if self.holds_masters else None, masters, gradients, *(self.own[k] for k in MOMENTS)]
-            places, tp_rank = dict(zip(self.masters, parts, strict=True)), context.tp_rank if rounds else None
-            self._one_pass = OnePass(tensors, self.param_groups, places, self.buffer.width, tp_rank, compiles)
+            tp_rank = context.tp_rank if rounds else None
+            self._one_pass = OnePass(tensors, self.param_groups, self._part_of, self.buffer.width, tp_rank, compiles)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's; raises `ValueError` once the optimizer is complete, which has all parameters from the start."""
+        if hasattr(self, "_advance"):
+            raise ValueError(
+                "`add_param_group` must not be called: this optimizer has all parameters of the model; freeze some by "
+                "`requires_grad_(False)`"
+            )
+        super().add_param_group(param_group)
 
     def start_grad_sync(self) -> None:
         """Reduce the gradients during the next backward pass, the last of the step (`GradientBuffer`)."""
@@ -140,23 +155,41 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update the weights, or skip the step if a gradient is not finite; see the class."""
+        """Update the weights, or skip the step if a gradient is not finite; see the class.
+
+        Raises:
+            ValueError: a parameter was frozen in an earlier step and is not any more.
+        """
         if closure is not None:
             with torch.enable_grad():
                 closure()
         self.buffer.complete()
-        norm = global_gradient_norm(self.masters, self.context, self.device)
+        frozen = self._find_frozen()
+        norm = global_gradient_norm((m for m in self.masters if m not in frozen), self.context, self.device)
+        self.counters.take_betas(self.param_groups[0]["betas"])
         step = self._advance(norm, self.max_grad_norm, self.dtypes["model"])
         if self._one_pass is not None:
-            self._one_pass(self.param_groups, step)
+            self._one_pass(self.param_groups, step, frozen)
         else:
             for group in self.param_groups:
-                update_by_torch(group, self.state, self.weights, step)
+                update_by_torch(group, self.state, self.weights, step, frozen)
         if self.context.zero1:
             self.buffer.gather(self.buffer.weights)
         if self.tied is not None:
             copy_from_owner(self.tied.detach(), self.context)
         self.counters.publish()
+
+    def _find_frozen(self) -> set[Tensor]:
+        """The masters of frozen parameters."""
+        frozen = {name for name, param in self._parameters.items() if not param.requires_grad}
+        if thawed := sorted(self._frozen - frozen):
+            # Adam's corrections count the updates of all: the first ones of these would be up to 7 times too large.
+            raise ValueError(
+                f"`requires_grad` of {thawed[0]} must stay False until another `fit`, because it was frozen in an "
+                "earlier step, but is True"
+            )
+        self._frozen = frozen
+        return {master for master, part in self._part_of.items() if part.name in frozen} if frozen else set()
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
@@ -196,6 +229,12 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         counters = self.counters.read()._asdict()
         del counters["grad_norm"]
         return counters if self.counters.dynamic else counters | {"loss_scale": None}
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Let the masters be half-type weights where these were written since; elsewhere they keep their other bits."""
+        for master, weight in self.weights.items():
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight))
 
     @torch.no_grad()
     def load_masters(self, read_into: Callable[[str, Tensor], None]) -> None:

@@ -4,19 +4,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from ...checkpoint import CheckpointReader
+from ...checkpoint import CheckpointReader, read_metadata
+from ...checkpoint.metadata import latest_checkpoint
+from ...checkpoint.model_tensors import check_shapes
+from ...config import TransformerConfig
 from ...config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from ...parallel import ParallelContext, padding_of, sample_dropout_keys, seed_rank_generator
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...parallel.pipeline import run_forward, run_pipeline, sum_over_stages
+from ..checkpoints.lightning_state import from_json
 from .learning_rate import UpdateSchedule
 from .optimizer import MixedPrecisionAdamW
+from .stock_trainer import check_equal_batches, check_load_options, check_trainer, dtype_of_trainer
 
 # Of weights and activations; with fp8 they are bf16, and matrix products are in float8 (`Kernels.float8`).
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,10 +38,10 @@ def _ignore(activity: str) -> None:
 class TrainingModule(L.LightningModule, ABC):
     """The model, its optimizer and the training step; a subclass has the loss.
 
-    A batch is the list of this data rank's micro-batches of one step. Each loss term is its sum over all scored
-    positions of the *global* batch divided by their number. Each micro-batch is divided by this number before its
-    backward pass, so that any division of the batch over ranks and micro-batches gives the same gradient. With
-    `loss_reduction="mean_of_means"` the loss is the mean of the micro-batches' means instead.
+    A batch is the list of this data rank's micro-batches of one step, or the only one. Each loss term is its sum over
+    all scored positions of the *global* batch divided by their number. Each micro-batch is divided by this number
+    before its backward pass, so that any division of the batch over ranks and micro-batches gives the same gradient.
+    With `loss_reduction="mean_of_means"` the loss is the mean of the micro-batches' means instead.
 
     Args:
         optimizer, schedule: AdamW and its learning rate.
@@ -48,17 +54,20 @@ class TrainingModule(L.LightningModule, ABC):
         progress: called with what begins, for the watchdog.
 
     Attributes:
+        config: the model's, kept in its checkpoints; None: a module of other layers, whose tensors are only compared by
+            name and shape.
         completed_steps: optimizer steps, including skipped ones.
         step_lr: learning rate of the last step.
         step_terms: this data rank's part of the loss terms of the last step, fp64 [number of terms].
 
     Communicates:
-        per step, over the data group: one all-reduce of the term counts; the gradients, starting within the last
-        backward pass, as `MixedPrecisionAdamW` says. With several stages as `run_pipeline`, and one all-reduce of the
-        loss terms over the pipeline.
+        per epoch of a user's loader, as `check_equal_batches`. Per step, over the data group: one all-reduce of the
+        term counts; the gradients, starting within the last backward pass, as `MixedPrecisionAdamW` says. With several
+        stages as `run_pipeline`, and one all-reduce of the loss terms over the pipeline.
     """
 
     loss_terms: Any  # one name per loss term
+    config: TransformerConfig | None = None
 
     def __init__(
         self,
@@ -80,6 +89,7 @@ class TrainingModule(L.LightningModule, ABC):
         self.weights_from, self.drawn, self.progress = weights_from, drawn, progress
         self.model: nn.Module | None = None
         self.completed_steps = 0
+        self._has_gradients = False
 
     @abstractmethod
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -103,14 +113,21 @@ class TrainingModule(L.LightningModule, ABC):
         """The Trainer's only optimizer."""
         return self.trainer.optimizers[0]
 
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Lightning's, by default over the data group: tensor ranks hold equal values."""
+        return super().all_gather(data, group or self.parallel.dp_group, sync_grads)
+
     @property
     def dropout_rank(self) -> int:
         """The data rank whose dropout seeds this rank uses: its own, or with shared seeds rank 0."""
         return 0 if self.dropout_seeds == "shared" else self.parallel.dp_rank
 
-    def training_step(self, batch: list[MicroBatch], batch_idx: int) -> Tensor:
+    def training_step(self, batch: list[MicroBatch] | MicroBatch, batch_idx: int) -> Tensor:
         """Compute the gradients of a step; returns its loss on this data rank (those of the ranks add up to it)."""
+        batch = batch if isinstance(batch, list) else [batch]
         step, optimizer, parallel = self.completed_steps + 1, self.optimizer, self.parallel
+        if batch_idx == 0 and "sample_numbers" not in batch[0]:  # a user's loader, at the start of an epoch
+            check_equal_batches(batch, self.trainer.strategy)
         optimizer.zero_grad()
         denominators = self._denominators(batch)
         self.step_terms = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
@@ -136,8 +153,13 @@ class TrainingModule(L.LightningModule, ABC):
         self.progress("sum of the gradients over the data ranks")
         optimizer.reduce_gradients()
         optimizer.counters.read()  # of the last step, which has long ended on the device
-        self.lr_schedulers().step()
+        if isinstance(schedule := self.lr_schedulers(), UpdateSchedule):  # Lightning steps any other, once
+            schedule.check()
+            schedule.step()
         self.step_lr = optimizer.param_groups[0]["lr"]  # the scheduled rate: this group's factor is 1
+        self._has_gradients = True
+        # A loader draws its order and its augmentations from this generator: the same on all ranks.
+        seed_rank_generator(self.seed, step, -1, 0, 0)
         self.progress("optimizer")
         return self.step_terms.sum()
 
@@ -172,19 +194,35 @@ class TrainingModule(L.LightningModule, ABC):
             return [own.clamp(min=1) * (len(batch) * self.parallel.dp_size) for own in counts]
         return [sum_over_data_ranks(torch.stack(counts).sum(dim=0), self.parallel).clamp(min=1)] * len(batch)
 
-    def dropout_keys(self, batch: MicroBatch) -> Tensor:
-        """One dropout key per sample."""
-        return sample_dropout_keys(self.seed, batch["dropout_numbers"])
+    def dropout_keys(self, batch: MicroBatch) -> Tensor | None:
+        """One dropout key per sample; None for a batch without numbers of its samples."""
+        numbers = batch.get("dropout_numbers")
+        return None if numbers is None else sample_dropout_keys(self.seed, numbers)
 
     def optimizer_zero_grad(self, *args: Any) -> None:
         """Do nothing: Lightning calls it after `training_step`, which has computed the gradients."""
 
     def backward(self, loss: Tensor, *args: Any) -> None:
-        """Do nothing: the gradients are there."""
+        """Do nothing: the gradients are there.
 
-    def optimizer_step(self, *args: Any) -> None:
-        """Run `training_step`, then update the weights; in between, callbacks see the complete gradients."""
-        super().optimizer_step(*args)
+        Raises:
+            ValueError: a subclass returns a loss of its own, whose gradients are not.
+        """
+        if loss.requires_grad:
+            raise ValueError(
+                "`training_step` must return the loss of `super().training_step`, which has computed the gradients, "
+                "but returns another one; override `loss_sums` to change the loss"
+            )
+
+    def _finish_step(self, *args: Any) -> None:
+        """Count a completed step. The optimizer calls it: an override of a hook of the module cannot lose it.
+
+        Raises:
+            ValueError: a subclass's `training_step` has computed nothing, and the gradients were those of another step.
+        """
+        if not self._has_gradients:
+            raise ValueError("`training_step` must call `super().training_step`, which computes the gradients")
+        self._has_gradients = False
         self.completed_steps += 1
 
     def configure_gradient_clipping(
@@ -195,11 +233,42 @@ class TrainingModule(L.LightningModule, ABC):
             self.optimizer.max_grad_norm = gradient_clip_val or None
 
     def configure_model(self) -> None:
-        """Build this rank's shard on its device; the strategy has created the groups."""
+        """Build this rank's shard on its device; the strategy has created the groups.
+
+        Raises:
+            ValueError: a setting of the Trainer that is not supported (`check_trainer`) or not the module's, or a model
+                that cannot be trained (`_check_parameters`).
+        """
+        check_trainer(self.trainer)
+        own, given = self.precision.dtype, self.trainer.precision
+        if given != "32-true" and DTYPES[dtype_of_trainer(self.trainer)] != DTYPES[own]:  # the Trainer's default
+            raise ValueError(f"`precision` must be the module's ({own}) or left out, but is {given}")
+        if self.trainer.state.fn == TrainerFn.FITTING:  # a module that is fitted again counts as its Trainer does
+            self.completed_steps = self.trainer.global_step
         if self.model is None:
             self.model = self.build(self.trainer.strategy.root_device, DTYPES[self.precision.dtype])
+            self._check_parameters()
             if self.weights_from:
                 self.read_weights(self.weights_from)
+        elif not all(hasattr(param, "shard") for param in self.model.parameters()):
+            raise ValueError(
+                "`module` must not be a copy of one whose model is built: its parameters have lost their place"
+            )
+
+    def _check_parameters(self) -> None:
+        """Check what `build` of a subclass has made.
+
+        Raises:
+            ValueError: stages of a model without `config`, or a parameter that still is uninitialized memory.
+        """
+        if self.config is None and self.parallel.pp_size > 1:
+            raise ValueError(f"`pp_size` must be 1 for a module without `config`, but is {self.parallel.pp_size}")
+        for name, param in self.model.named_parameters():
+            if not (self.weights_from or getattr(param, "is_initialized", False)):
+                raise ValueError(
+                    f"`build` must initialize every parameter (initialize_parameters(model, seed, self.parallel)), but "
+                    f"{name} is not initialized"
+                )
 
     @contextmanager
     def reading(self, path: str) -> Iterator[Callable[[str, Tensor], None]]:
@@ -213,11 +282,35 @@ class TrainingModule(L.LightningModule, ABC):
             yield read_into
 
     def read_weights(self, path: str) -> None:
-        """Read this rank's shard from a checkpoint."""
+        """Read this rank's shard from a checkpoint.
+
+        Raises:
+            CheckpointError: it is of a module without `config`, and of other tensors.
+        """
+        if self.config is None:
+            check_shapes(path, {name: tuple(param.shard.full_shape) for name, param in self.model.named_parameters()})
         with self.reading(path) as read_into:
             for name, param in self.model.named_parameters():
                 self.progress(f"reading {name}")
                 read_into(f"model/{name}", param.detach())
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, **options: Any) -> Self:
+        """A module that starts with the weights of a checkpoint, written at any layout, or of a run's newest one.
+
+        Args:
+            options: of the constructor; those of `save_hyperparameters` are the checkpoint's, unless they are given.
+
+        Raises:
+            CheckpointError: it is missing.
+            ValueError: an option of Lightning's (`check_load_options`).
+        """
+        options = check_load_options(options)
+        path = latest_checkpoint(checkpoint_path)
+        saved = from_json(read_metadata(path).state.get("lightning", {}).get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        module = cls(**saved | options)
+        module.weights_from = str(path)
+        return module
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW over the shard, with fp32 masters from the checkpoint if there is one, and its schedule."""
@@ -226,9 +319,6 @@ class TrainingModule(L.LightningModule, ABC):
         if self.weights_from:
             with self.reading(self.weights_from) as read_into:
                 optimizer.load_masters(read_into)
+        optimizer.register_step_post_hook(self._finish_step)
         schedule = UpdateSchedule(optimizer, self.schedule, self.optimizer_config.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore the number of completed steps."""
-        self.completed_steps = checkpoint["global_step"]

@@ -15,19 +15,21 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from ...checkpoint import CheckpointError
-from ...launcher import join_ranks
-from ...parallel.shared_memory import SharedMemoryError
-from ...threads import share_cores
-from ..job import Job
-from ..strategy import TensorParallelStrategy
-from .cpu_settings import keep_heap
-from .exit_codes import DONE, USER_ERROR
-from .gpu_settings import keep_partial_sums_in_fp32
-from .interruption import Interruption
-from .lost_rank import abort_nccl, end_rank
-from .run_lock import RunLock
-from .watchdog import Watchdog
+from .. import launcher
+from ..checkpoint import CheckpointError
+from ..launcher import join_ranks, world_from_outside
+from ..parallel.shared_memory import SharedMemoryError
+from ..runtime.cpu_settings import keep_heap
+from ..runtime.exit_codes import DONE, USER_ERROR
+from ..runtime.gpu_settings import keep_partial_sums_in_fp32
+from ..runtime.interruption import Interruption
+from ..runtime.lost_rank import abort_nccl, end_rank
+from ..runtime.ranks import AgreedError
+from ..runtime.run_lock import RunLock
+from ..runtime.watchdog import Watchdog
+from ..threads import share_cores
+from .job import Job
+from .strategy import TensorParallelStrategy
 
 # Silence Lightning's notes on devices, tips and rank numbers, and two warnings that do not apply: one about its own use
 # of a torch function, and one about loaders that cannot resume (ours starts after the completed steps).
@@ -132,21 +134,27 @@ def run_on_this_rank(
     run, strategy = job.run, trainer.strategy
     interruption, lock = Interruption(), RunLock()
     watchdog = Watchdog(trainer.global_rank, 60 * run.parallel.timeout_minutes)
-    if stops_on_signal:
-        interruption.install()
     watchdog.start()
     try:
         strategy.setup_environment()
+        if stops_on_signal:  # until now a signal ends this rank, which may be waiting for others
+            interruption.install()
         num_threads, reason = share_cores(run.trainer.num_threads)  # after Lightning's own
         if not job.on_gpu:
             keep_heap()
-        folder = strategy.broadcast(Path(run.run_dir))  # under torchrun each rank has computed its own
-        strategy.agree(partial(lock.take, folder), first_rank_only=True)
+        folder = strategy.ranks.broadcast(Path(run.run_dir))  # under torchrun each rank has computed its own
+        strategy.ranks.agree(partial(lock.take, folder), first_rank_only=True)
         watchdog.folder = folder
+        world = world_from_outside()
+        if trainer.is_global_zero and world is not None and world.restarts:
+            print(f"restart {world.restarts} of {world.max_restarts} after a failure", flush=True)
         if trainer.is_global_zero:
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
-        return train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
-    except (CheckpointError, SharedMemoryError) as error:  # the same on every rank
+        code = train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
+        # A rank that a signal met too late for this job would leave the others alone in the next one of a sweep.
+        (launcher.asked_to_stop,) = strategy.ranks.any(launcher.asked_to_stop)
+        return code
+    except (AgreedError, CheckpointError, SharedMemoryError) as error:  # the same on every rank
         if trainer.is_global_zero:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR

@@ -10,6 +10,8 @@ from ..launcher import world_from_outside
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"
+# The least compute capability that has the products of a type (Ampere; Ada), and the type to take below it.
+_CAPABILITIES = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 _cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
 
@@ -40,6 +42,24 @@ def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
     if world is not None:
         world.check_gpus(torch.cuda.device_count())
     return "gpu"
+
+
+def check_products(dtype: str) -> None:
+    """Refuse a GPU without products of this type, as a V100 is for bf16, which torch would emulate there.
+
+    Raises:
+        ValueError: its compute capability is too low.
+    """
+    import torch
+
+    needed, instead = _CAPABILITIES.get(dtype, ((0, 0), ""))
+    found = torch.cuda.get_device_capability()
+    if found < needed:
+        needed, found = (".".join(map(str, pair)) for pair in (needed, found))
+        raise ValueError(
+            f"`precision` must be {instead} or another on {torch.cuda.get_device_name()}: {dtype} products need "
+            f"compute capability {needed} (it has {found}), but is {dtype}"
+        )
 
 
 def _may_have_gpu() -> bool:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -19,8 +20,9 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ...launcher import COMPILE_WORKERS, bound_compile_workers, join_ranks, own_run_id, world_from_outside
-from ...parallel.shared_memory import RankGoneError
+from ..launcher import COMPILE_WORKERS, bound_compile_workers, join_ranks, own_run_id, world_from_outside
+from ..output import escape_unknown_letters, outlast_full_disk
+from ..parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
 from .lost_rank import CollectiveError, LostRank
@@ -30,9 +32,9 @@ from .watchdog import StalledError
 def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:
     """Run `worker(job)` on every rank; returns when all have succeeded.
 
-    If another launcher has started the ranks, or there is one rank, the worker runs in this process, with torch's
-    variables (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on) set also under srun. Otherwise an elastic agent starts the
-    ranks and passes them the checked job, so that nothing is parsed or decided twice.
+    If another launcher has started the ranks, or there is one rank without restarts, the worker runs in this process,
+    with torch's variables (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on) set also under srun. Otherwise an elastic
+    agent starts the ranks and passes them the checked job, so that nothing is parsed or decided twice.
 
     SIGTERM and SIGUSR1 to this process are passed on to the ranks, which stop at the next step boundary.
 
@@ -40,15 +42,19 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
         worker: a module-level function (it travels by name), decorated with torch elastic's `record`, which keeps the
             error of a rank for this process to show. It returns an exit code.
         job: picklable.
-        max_restarts: how often all ranks are restarted after one has died; ignored under another launcher.
+        max_restarts: how often all ranks are restarted after one has died; 0 under another launcher.
         saves: whether the worker saves when it is interrupted. A first SIGINT is then passed on too, and a second one
             kills the ranks; otherwise the first one ends them.
 
     Raises:
+        ValueError: this host has no loopback interface.
         SystemExit: the worker's code if it is not 0; code 1, a rank failed (one line names the first one and its
             error, below the rank's own traceback); code 128 + n, signal n ended the job.
     """
-    if world_size == 1 or world_from_outside() is not None:
+    from_outside = world_from_outside() is not None
+    if not from_outside:
+        _check_loopback()
+    if from_outside or (world_size == 1 and not max_restarts):
         join_ranks()
         try:
             code = worker(job)
@@ -84,7 +90,20 @@ def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts
         raise SystemExit(code)
 
 
+def _check_loopback() -> None:
+    """Check the interface over which gloo and the agent's store connect the ranks of one host, and one rank itself."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+    except OSError as error:
+        raise ValueError(
+            f"this host's loopback interface must be up (`ip link set lo up`), but 127.0.0.1: {error.strerror}"
+        ) from None
+
+
 def _run_worker(worker: Callable[[Any], int], job: Path) -> int:
+    escape_unknown_letters()
+    outlast_full_disk()
     return worker(pickle.loads(job.read_bytes()))
 
 

@@ -5,8 +5,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ...planner.memory import GIB
-from ..strategy import TensorParallelStrategy
+from ..parallel.pipeline import exchange
+from ..planner.memory import GIB
+from .strategy import TensorParallelStrategy
 
 
 def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
@@ -18,10 +19,12 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
         needed: bytes of the rank's tensors, as planned.
 
     Raises:
-        CheckpointError: naming the bytes needed, free and in all, of the first such rank; on all ranks.
+        AgreedError: naming the bytes needed, free and in all, of the first such rank.
 
     Communicates:
-        a barrier in each group of the grid, whose first collective allocates NCCL's buffers; as `agree`.
+        an all-reduce of one number in each group of the grid, which connects it with all of NCCL's algorithms
+        (`prepare_connections`); as `exchange` with each neighbour in the pipeline, which no collective connects; as
+        `Ranks.agree`.
     """
     parallel = strategy.parallel
     for group, size in (
@@ -30,10 +33,13 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
         (parallel.pp_group, parallel.pp_size),
     ):
         if size > 1:
-            dist.barrier(group)
+            dist.all_reduce(torch.zeros(1, device=strategy.root_device), group=group)
+    for stage in (parallel.pp_rank - 1, parallel.pp_rank + 1):
+        if 0 <= stage < parallel.pp_size:
+            exchange(stage, *(torch.zeros(1, device=strategy.root_device) for _ in range(2)), parallel)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()  # of an earlier job of this process
-    strategy.agree(partial(_check_fits, needed, strategy.global_rank))
+    strategy.ranks.agree(partial(_check_fits, needed, strategy.ranks.rank))
 
 
 def _check_fits(needed: int, rank: int) -> None:

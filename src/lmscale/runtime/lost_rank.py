@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ...parallel.shared_memory import RankGoneError
+from ..parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED
 from .messages import report
 

@@ -5,9 +5,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
+from .. import launcher
 from .exit_codes import INTERRUPTED
 
 PASSED_ON = "LMSCALE_INTERRUPTED"  # set by the launcher for the ranks it starts after the signal
@@ -15,18 +17,23 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM) + ((signal.SIGUSR1,) if hasattr(signal
 _SAVES = b"\nCtrl-C: saving at the end of this step; a second Ctrl-C stops at once\n"  # below the line of progress
 
 
-def stop_before_training() -> None:
+def stop_before_training(leave: Callable[[], None]) -> None:
     """Until the training records signals, let SIGTERM and SIGUSR1 end this process with the code that requeues a job.
 
     torch and Lightning take seconds to import. Nothing is saved then, and nothing is lost.
+
+    Args:
+        leave: called before the process ends.
     """
     for number in SIGNALS[1:]:
-        signal.signal(number, _end_unsaved)
+        signal.signal(number, partial(_end_unsaved, leave))
 
 
-def _end_unsaved(number: int, frame: FrameType | None) -> None:
+def _end_unsaved(leave: Callable[[], None], number: int, frame: FrameType | None) -> None:
     if multiprocessing.parent_process() is not None:  # a worker of a library, which has inherited the handler
         os._exit(128 + number)
+    launcher.asked_to_stop = True
+    leave()
     os.write(2, f"stopped by {signal.Signals(number).name} outside training: nothing to save\n".encode())
     os._exit(INTERRUPTED)  # an exception could be caught by what is just being imported
 
@@ -74,6 +81,7 @@ class Interruption:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         earlier, self.received = self.received, signal.Signals(number)
+        launcher.asked_to_stop = True
         if number == earlier == signal.SIGINT:
             if multiprocessing.parent_process() is None:  # otherwise the launcher decides
                 self.at_once()

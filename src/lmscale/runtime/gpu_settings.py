@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..accelerator import ALLOCATOR_VARIABLES
+from .accelerator import ALLOCATOR_VARIABLES
 
 
 def keep_partial_sums_in_fp32() -> None:

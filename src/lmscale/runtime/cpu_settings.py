@@ -3,7 +3,7 @@
 import ctypes
 import sys
 
-from ...results import cpu_flags
+from ..results import cpu_flags
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _MAPPED_BYTES = 32 * 2**20  # glibc's own value once it has freed tensors of about that size

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import sys
@@ -32,14 +33,15 @@ class Watchdog:
     Args:
         rank: for the message.
         timeout_s: longest time between two marks.
+        limit: what sets it, for the message.
 
     Attributes:
         where: what the rank is doing.
         folder: for `stacks_rank_<rank>.txt`; None, until the ranks have agreed on it: stderr.
     """
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
-        self.rank, self.timeout_s = rank, timeout_s
+    def __init__(self, rank: int, timeout_s: float, limit: str = "`parallel.timeout_minutes`") -> None:
+        self.rank, self.timeout_s, self.limit = rank, timeout_s, limit
         self.where, self._since = "the start", time.monotonic()
         self.folder: Path | None = None
         self._stopped = threading.Event()
@@ -48,6 +50,10 @@ class Watchdog:
     def mark(self, where: str) -> None:
         """Record progress: the training is now at `where`, e.g. "step 17, backward pass"."""
         self.where, self._since = where, time.monotonic()
+
+    def pause(self) -> None:
+        """Let any time pass until the next mark, as where a user types."""
+        self._since = math.inf
 
     def start(self) -> None:
         """Start the watchdog."""
@@ -79,7 +85,7 @@ class Watchdog:
     def _end(self, where: str, seconds: float) -> None:
         message = (
             f"rank {self.rank} has not moved for {seconds:.0f} s in {where}: a collective waits for a rank that is "
-            "gone or stuck, or the step takes longer than `parallel.timeout_minutes`"
+            f"gone or stuck, or the step takes longer than {self.limit}"
         )
         stacks = self._write_stacks()
         message += f"; stacks: {stacks}" if stacks is not None else ""

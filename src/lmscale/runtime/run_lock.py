@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ...launcher import was_requeued
-from ...shared_files import lock
+from ..launcher import was_requeued
+from ..shared_files import lock
 
 LOCK = ".lock"
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
@@ -79,4 +79,7 @@ def _lock_or_refuse(folder: Path, file: IO[str], shared: bool = False) -> None:
     if not lock(file, patience_s, shared):
         file.seek(0)
         owner = file.read().strip() or "unknown"
-        raise ValueError(f"the run folder {folder} is in use by another job (process {owner})")
+        raise ValueError(
+            f"the run folder {folder} is in use by another job (process {owner}); wait for it, or choose another "
+            "hydra.run.dir"
+        )
