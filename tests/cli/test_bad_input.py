@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -100,6 +101,14 @@ BAD = {
         ["name=1E234"],
         """`name` must be text, but is 1e+234; quotes make it text: 'name="..."'""",
     ),
+    "a list of paths": (
+        ["data=local", "data.path=[A,B]"],
+        "`data.path` must be a path or weights by path ({A: 1, B: 2}) or null, but is ['A', 'B']",
+    ),
+    "weights of text files": (
+        ["data=local", "data.path={A: 1, B: 2}"],
+        "`data.path` must be one path, of a file or of a folder with all files, unless `data` is indexed, but is {'A'",
+    ),
     "nothing masked": (
         ["model=bert_tiny", "data.mask_probability=0"],
         "`data.mask_probability` must be above 0, but is 0",
@@ -109,7 +118,7 @@ BAD = {
         ["data.seq_length=129"],
         "`data.seq_length` must be at most `model.max_position_embeddings` (128), but is 129",
     ),
-    "no path": (["data=local"], "`data.path` must be given"),
+    "no path": (["data=local"], "`data.path` must be given, as data.path=VALUE (`local`: file or folder; `indexed`: "),
     "resume from an empty name": (
         ["resume="],
         "`resume.path` must be none, auto or the path of a checkpoint, but is ''",
@@ -131,7 +140,7 @@ BAD = {
         ["model.vocab_size=10", "tokenizer.vocab_size=null"],
         "`model.vocab_size` must be above 256 (all bytes and <|endoftext|>), but is 10",
     ),
-    "loader processes": (["data.num_workers=100000"], "cores of this machine, but is 100000"),
+    "loader processes": (["data.num_workers=100000"], "cores that this process may use, but is 100000"),
     "a batch beyond the memory": (
         ["global_batch_size=100000000000"],
         "GiB free on this host, but is 100,000,000,000",
@@ -148,7 +157,7 @@ BAD = {
         ["schedule=wsd", "schedule.cooldown_steps=1", "schedule.decay_steps=99"],
         "`schedule.decay_steps` must be at most `trainer.max_steps` (3) with `schedule.cooldown_steps`, but is 99",
     ),
-    "tokenizer of the other model": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
+    "tokenizer of the other model": (["tokenizer=bert"], "(gpt), but is bert; gpt2 and trained do"),
     "vocabulary below the tokenizer": (
         ["model.vocab_size=300"],
         "`model.vocab_size` must be at least the tokenizer's 400 ids, but is 300",
@@ -170,6 +179,27 @@ def test_an_error_is_one_line_and_exit_code_2(case, tmp_path) -> None:
     assert message in only_line(done.stderr)
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []  # no run folder either
+
+
+@pytest.mark.parametrize("script", ["train", "prepare_data"])
+def test_a_temporary_folder_with_a_path_too_long_for_sockets_is_refused(script, tmp_path, monkeypatch) -> None:
+    """Loader processes and their rank waited for each other until the time limit."""
+    long = tmp_path / ("l" * 110)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "The lighthouse number {i}."}}\n' for i in range(60)))
+    source, output = f"sources.local.path={tmp_path}/text.jsonl", f"output={tmp_path}/corpus"
+    key, *words = {
+        "train": ("data.num_workers", *TINY, f"hydra.run.dir={tmp_path}/run"),
+        "prepare_data": ("launcher.workers", source, output, "evaluation=none", "tokenizer.vocab_size=400"),
+    }[script]
+    done = refuse(REPOSITORY / "src" / f"{script}.py", *words, f"{key}=2")
+    assert done.returncode == 2
+    assert only_line(done.stderr) == (
+        f"error: `TMPDIR` must be a folder for sockets with a short path where `{key}` starts processes, as "
+        f"TMPDIR=/tmp is, but is {long} (AF_UNIX path too long)"
+    )
+    assert list(long.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -202,7 +232,7 @@ def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path) -> None:
     (tmp_path / "corpus.txt").write_text("One short document.\n\nAnother one.")
     words = ("data=local", f"data.path={tmp_path}/corpus.txt", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}/run")
     done = refuse(TRAIN, *TINY, *words, LMSCALE_CACHE=str(tmp_path / "cache"))
-    message = "the train part must have at least `data.seq_length` + 1 (33) tokens"
+    message = "the validation part must have at least `data.seq_length` + 1 (33) tokens, but has "
     assert done.returncode == 2 and message in only_line(done.stderr)
 
 
@@ -231,6 +261,8 @@ def test_a_restart_by_torchrun_that_would_begin_anew_is_refused(tmp_path) -> Non
     done = refuse(TRAIN, *TINY, f"hydra.run.dir={tmp_path}", **names)
     assert done.returncode == 2
     assert "`resume` must be auto under torchrun's --max-restarts" in only_line(done.stderr)
+    done = refuse(TRAIN, *TINY, f"hydra.run.dir={tmp_path}", "resume=auto", "model=gpt_tiny", "max_restarts=1", **names)
+    assert "`max_restarts` must be 0 where torchrun has started the ranks, which" in only_line(done.stderr)
 
 
 CPU = ("src/train.py", "trainer.accelerator=cpu", "micro_batch_size=2")
@@ -295,7 +327,7 @@ class Imported(ModuleType):
     ("script", "first", "overrides"),
     [
         ("src/train.py", "training.pretrain", TINY),
-        ("finetune/run.py", "training.runtime.launch", ("task=qqp", "task.train=finetune", "ckpt=finetune")),
+        ("finetune/run.py", "runtime.launch", ("task=qqp", "task.train=finetune", "ckpt=finetune")),
     ],
 )
 @pytest.mark.parametrize(

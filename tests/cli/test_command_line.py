@@ -1,6 +1,8 @@
 """`lmscale COMMAND`, `--help`, wrong options and misspelled keys: what a user reads before the first run."""
 
 import ast
+import io
+import pickle
 import re
 import shutil
 import signal
@@ -14,6 +16,8 @@ import pytest
 from entry_points import REPOSITORY, TINY, environment, refuse, train
 
 from lmscale.__main__ import COMMANDS
+from lmscale.cli.errors import one_line_errors
+from lmscale.cli.hydra_main import run_hydra_main
 from lmscale.cli.reference import ENTRY_POINTS
 
 
@@ -166,7 +170,12 @@ def test_wrong_options_of_hydra_between_keys_get_one_line(words, message, tmp_pa
         (("src/train.py", "max_stps=3"), "trainer.max_steps"),
         (("src/train.py", "+trainer.max_step=3"), "trainer.max_steps"),
         (("src/train.py", "model.norm_order=pree"), "pre"),
+        (("src/train.py", "model.norm_order=prenorm"), "pre"),
+        (("src/train.py", "model.norm_order=Post"), "post"),
+        (("src/train.py", "model.norm_order=deepnrm"), "deepnorm"),
         (("src/train.py", "precision=bf61"), "bf16"),
+        (("src/train.py", "precision=bf16-mixed"), "bf16"),
+        (("src/train.py", "parallel.tpsize=2"), "parallel.tp_size"),
         (("src/train.py", "sweep=norm_ordr"), "norm_order"),
         (("finetune/run.py", "swep=five_seeds"), "sweep"),
         (("finetune/run.py", "task=mnly"), "mnli"),
@@ -180,6 +189,11 @@ def test_a_misspelled_key_group_or_choice_is_answered_with_the_one_meant(command
     done = script(*command)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert f"did you mean `{meant}`?" in done.stderr
+
+
+def test_a_misspelled_name_of_one_s_own_is_not_answered_with_another_group() -> None:
+    done = script("src/prepare_data.py", "sources.lokal.path=README.md", "output=never")
+    assert done.returncode == 2 and "; `sources` has no lokal with that key: " in done.stderr
 
 
 def test_a_group_of_another_entry_point_is_not_offered() -> None:
@@ -236,3 +250,80 @@ def test_a_script_whose_output_is_closed_ends_well() -> None:
     closed = ["bash", "-c", 'exec "$0" "$@" >&-', *words]
     done = subprocess.run(closed, cwd=REPOSITORY, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def in_entry_point(monkeypatch, path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan.py"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr("hydra.main", lambda **_: lambda job: lambda: job("Größe"))
+    run_hydra_main(print)
+
+
+def in_script(monkeypatch, path: Path) -> None:
+    one_line_errors()(print)("Größe")
+
+
+def in_rank(monkeypatch, path: Path) -> None:
+    from lmscale.runtime.launch import _run_worker
+
+    path.write_bytes(pickle.dumps("Größe"))
+    _run_worker(print, path)
+
+
+@pytest.mark.parametrize("show", [in_entry_point, in_script, in_rank])
+def test_letters_that_the_output_lacks_are_escaped(show, monkeypatch, tmp_path) -> None:
+    """Of paths, labels and generated text, where the locale or PYTHONIOENCODING is of ASCII."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    show(monkeypatch, tmp_path / "job.pickle")
+    out.flush()
+    assert out.buffer.getvalue() == b"Gr\\xf6\\xdfe\n"
+
+
+def test_an_argument_that_is_no_text_is_refused() -> None:
+    done = refuse(REPOSITORY / "src" / "train.py", "hydra.run.dir=gr\udcfcn")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "locale's encoding, utf-8 (" in done.stderr and "but is 'hydra.run.dir=gr\\udcfcn'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "printed"),
+    [
+        ("src/train.py", ["resume=~/none"], "'{}/none' does not exist"),
+        ("src/train.py", ["model=gpt_tiny", 'resume="~/none"'], "'{}/none' does not exist"),
+        ("src/train.py", ["data=indexed", "data.path={{~/none:1}}"], "there is no {}/none.idx"),
+        ("src/train.py", ["-m", "hydra.sweep.dir=~/FILE", "seed=1"], "{}/FILE: File exists"),
+        ("src/train.py", ['hydra.run.dir="~/FILE"'], "{}/FILE: File exists"),
+        ("src/train.py", ["hydra.run.dir=~nobody_here/x"], "but is '~nobody_here'; there is no such user"),
+        ("src/generate.py", ["prompt=~/x", "ckpt=~/none"], "checkpoint {}/none does not exist"),
+        ("src/convert.py", ["source=~/none", "target=~/new"], "checkpoint {}/none does not exist"),
+        ("src/plan.py", ["cluster.path=~/none"], "but is {}/none: No such file"),
+        ("src/prepare_data.py", ["sources.local.path=~/none", "output=~/new"], "but {}/none: No such file"),
+        ("finetune/run.py", ["ckpt=~/none"], "but {}/none does not exist"),
+        ("finetune/median.py", ["~/none"], "error: argument folder: must exist, but {}/none does not"),
+        ("finetune/ensemble.py", ["~/none", "--out=~/x"], "error: argument runs: must exist, but {}/none does not"),
+    ],
+)
+def test_a_path_may_begin_with_the_home_folder(script, words, printed, tmp_path) -> None:
+    """A shell expands `~` only where a word begins with it."""
+    here, home = tmp_path / "here", tmp_path / "home"
+    here.mkdir()
+    home.mkdir()
+    (home / "FILE").touch()
+    done = refuse(REPOSITORY / script, *(word.format() for word in words), cwd=here, HOME=str(home))
+    assert done.returncode == 2 and printed.format(home) in done.stderr, done.stderr
+    assert not list(here.iterdir()) and [path.name for path in home.iterdir()] == ["FILE"]
+
+
+def test_a_file_of_one_s_own_may_begin_a_path_with_the_home_folder(tmp_path) -> None:
+    (tmp_path / "experiment").mkdir()
+    file = tmp_path / "experiment" / "mine.yaml"
+    words = ("--config-dir", ".", "experiment=mine")
+    file.write_text("# @package _global_\nresume: {path: ~/none}\n")
+    done = refuse(REPOSITORY / "src" / "train.py", *words, cwd=tmp_path, HOME="/home/me")
+    assert "'/home/me/none' does not exist" in done.stderr
+    file.write_text("# @package _global_\nhydra: {run: {dir: ~/runs}, sweep: {dir: ~/runs}}\n")
+    for mode, name in (((), "run"), (("-m", "seed=1"), "sweep")):  # Hydra makes the folder before our code runs
+        done = refuse(REPOSITORY / "src" / "train.py", *mode, *words, cwd=tmp_path)
+        assert f"`hydra.{name}.dir` must be given with ${{oc.env:HOME}} in a file, but is ~/runs" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["experiment"]

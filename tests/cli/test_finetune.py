@@ -58,6 +58,11 @@ def test_a_command_trains_scores_and_saves_at_two_tensor_ranks(places) -> None:
     assert scored.returncode == 0 and "; trains on nothing, batch" in scored.stdout, scored.stderr
     again = json.loads((folder / "one/record.json").read_text())
     assert again["metrics"]["qqp/accuracy"] == record["metrics"]["qqp/accuracy"]
+    # and published with its head
+    words = f"source={folder / 'tp'}", f"target={folder / 'published'}", "format=hugging_face"
+    published = run_script("../src/convert.py", *words)
+    assert published.returncode == 0, published.stderr
+    assert "MegatronBertForSequenceClassification.from_pretrained(" in published.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -184,7 +189,7 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
         (("ckpt=/nowhere",), "`ckpt` must be a checkpoint or a run folder, but /nowhere does not exist"),
         (("ckpt=/dev",), "`ckpt` must be a checkpoint or a run folder, but /dev is not a checkpoint"),
         (("task.train=/dev/null",), "error: `task.train`: /dev/null must begin with a line of column names, but is em"),
-        (("task.validation.dev=README.md",), "error: `task.validation`: README.md must have the columns id, "),
+        (("task.validation.dev=README.md",), "error: `task.validation`: line 1 of README.md must have the columns id"),
         (("task.train=/nowhere",), "`task.train` must be a file or folder"),
         (("+task=qqp",), "`task` must be given without +, as task=VALUE: the configuration has one"),
         (("task.hub=x",), "`task.hub` is not a known key"),

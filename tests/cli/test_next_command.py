@@ -65,14 +65,23 @@ def test_a_bert_of_few_positions_is_finetuned_on_shorter_pairs() -> None:
         assert f" task.max_seq_length={length}" in next_command.use_model("run", "bert", positions)
 
 
+def test_a_bert_whose_pooler_was_drawn_is_finetuned_with_a_new_one() -> None:
+    for drawn, is_new in (((), False), (("order_head.bias",), False), (("pooler.bias", "pooler.weight"), True)):
+        assert (" new_pooler=true" in next_command.use_model("run", "bert", drawn=drawn)) == is_new
+
+
 @pytest.mark.slow
 def test_the_commands_after_a_bert_its_finetuning_a_preparation_and_an_evaluation_run(finished, tmp_path) -> None:
-    done = train(*TINY, "model=bert_tiny", f"hydra.run.dir={tmp_path / 'bert'}")
+    # After 3 steps its loss may be higher than at the start: it would not be offered.
+    done = train(*TINY, "model=bert_tiny", "trainer.max_steps=30", f"hydra.run.dir={tmp_path / 'bert'}")
     assert done.returncode == 0, done.stderr
     tuned = run_line(printed(done.stdout)["use"], "trainer.num_epochs=1", f"hydra.run.dir={tmp_path / 'tuned'}")
     assert tuned.returncode == 0, tuned.stderr
     scored = run_line(printed(tuned.stdout)["score"], f"hydra.run.dir={tmp_path / 'scored'}")
     assert scored.returncode == 0 and (tmp_path / "scored" / "record.json").is_file(), scored.stderr
+    exported = run_line(printed(tuned.stdout)["export"])
+    loaded = run_line(printed(exported.stdout)["load"])
+    assert "(classifier): Linear" in loaded.stdout, exported.stderr + loaded.stderr
 
     documents = [{"text": f"The lighthouse number {i} stands on the {i}th rock of the bay. " * 20} for i in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
@@ -107,14 +116,18 @@ def test_an_unfinished_run_ends_with_the_command_that_completes_it(tmp_path, mon
 
 
 def test_under_a_launcher_the_user_is_told_to_start_the_same_ranks(tmp_path, monkeypatch) -> None:
-    (tmp_path / "checkpoints" / "step_000002.ckpt").mkdir(parents=True)
-    values = {"run_dir": str(tmp_path)}
+    run = tmp_path / "my run"
+    (run / "checkpoints" / "step_000002.ckpt").mkdir(parents=True)
+    values = {"run_dir": str(run)}
     alone = next_command.after_training(values)
     for name, value in slurm_task(0, "29500").items():
         monkeypatch.setenv(name, value)
     line = next_command.after_training(values)
-    assert line.startswith("continue: start the same ranks by the same launcher, with resume=auto hydra.run.dir=")
-    assert "python" not in line
+    start, keys = line.split(", with ")
+    assert start == "continue: start the same ranks by the same launcher"
+    assert shlex.split(keys) == ["resume=auto", f'hydra.run.dir="{run}"']
+    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: SimpleNamespace(sweep=SimpleNamespace(dir=str(run))))
+    assert next_command.continue_trainings() == line.replace("run.dir", "sweep.dir")
     monkeypatch.setenv("SLURM_JOB_NAME", "bash")  # an interactive shell
     assert next_command.after_training(values) == alone and "python" in alone
 
@@ -125,13 +138,25 @@ def test_a_folder_without_record_and_checkpoints_gets_no_command(tmp_path, monke
     assert next_command.after_finetuning({"run_dir": str(tmp_path), "overrides": []}) == ""
 
 
-def test_a_finetuning_is_scored_without_the_keys_that_only_train(tmp_path, monkeypatch) -> None:
-    """`from_scratch` would draw the weights anew."""
+def test_a_model_that_ended_above_its_start_is_not_offered(tmp_path, monkeypatch) -> None:
     hydra = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
     monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra)
     (tmp_path / "checkpoints" / "step_3.ckpt").mkdir(parents=True)
-    typed = ["task=qqp", "++ckpt=pretrained", "++from_scratch=true", "trainer.num_epochs=2", "seed=7"]
-    line = next_command.after_finetuning({"run_dir": str(tmp_path), "overrides": typed})
+    values = {"run_dir": str(tmp_path), "overrides": [], "model": {"family": "gpt", "max_position_embeddings": 8}}
+    for above, lines in ((False, ["use", "export", "plot", "score", "export"]), (True, ["plot"])):
+        (tmp_path / "record.json").write_text(json.dumps({"ended_above_start": above}))
+        text = next_command.after_training(values) + "\n" + next_command.after_finetuning(values)
+        assert [line.partition(":")[0] for line in text.splitlines()] == lines
+
+
+def test_a_finetuning_is_scored_without_the_keys_that_only_train(tmp_path, monkeypatch) -> None:
+    """`from_scratch` would draw the weights anew, and `new_pooler` is refused where the pooler is trained."""
+    hydra = SimpleNamespace(mode=RunMode.RUN, runtime=SimpleNamespace(config_sources=[]))
+    monkeypatch.setattr(next_command.HydraConfig, "get", lambda: hydra)
+    (tmp_path / "checkpoints" / "step_3.ckpt").mkdir(parents=True)
+    only_train = ["++ckpt=pretrained", "++from_scratch=true", "trainer.num_epochs=2", "new_pooler=true"]
+    typed = ["task=qqp", *only_train, "seed=7"]
+    line, _ = next_command.after_finetuning({"run_dir": str(tmp_path), "overrides": typed}).splitlines()
     assert shlex.split(line)[3:] == ["task=qqp", "seed=7", f"ckpt={tmp_path}", "trainer.num_epochs=0"]
 
 

@@ -141,6 +141,8 @@ def test_the_run_is_checked_with_its_own_keys(folder) -> None:
     done = refuse(train, f"hydra.run.dir='{folder}'", "++resume=auto")
     assert done.returncode == 2
     assert done.stderr.startswith("error: `global_batch_size` must be a multiple") and "but is 5" in done.stderr
+    done = refuse(train, "hydra.run.dir=Größe", "resume=auto")
+    assert done.returncode == 2 and """special ('hydra.run.dir="Größe"'), but is""" in done.stderr, done.stderr
     (folder / ".hydra" / "overrides.yaml").write_text("- [", encoding="utf-8")
     done = refuse(train, f"hydra.run.dir='{folder}'", "resume=auto")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

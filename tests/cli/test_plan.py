@@ -1,6 +1,7 @@
 """`python src/plan.py` as a user runs it: output, speed and errors."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -136,18 +137,34 @@ def test_a_training_command_line_is_planned_unchanged() -> None:
 
 
 def test_differences_from_the_request_are_reported() -> None:
-    answer = planned("model=gpt_tiny", "precision=bf16")
-    assert answer["notes"] == [
+    assert planned("model=gpt_tiny")["notes"] == [
         "model.vocab_size is the tokenizer's: planned with 2,000 ids",
-        "V100 has no bf16: planned with precision=fp16",
         "num_devices is not given: planned on 2, the most that the batch (16 in micro-batches of 8) and dgx2h_v100 "
         "(512 devices) allow",
     ]
+    assert "V100 has no bf16: planned with precision=fp16" in planned("model=gpt_1.2b")["notes"]  # the recipe's
     assert planned(*PAPER)["layout"]["recompute"] == "none"
     assert planned(*PAPER, "model.recompute=full")["layout"]["recompute"] == "full"
     larger = planned(*PAPER, "model.attention=exact")
     assert larger["layout"]["recompute"] == "selective"
     assert "planned with model.recompute=selective" in larger["notes"][-1]
+
+
+def test_what_is_typed_is_planned_or_refused() -> None:
+    for key in ("precision=bf16", "precision.dtype=bf16"):
+        refused = refusal("model=gpt_1.2b", "cluster=dgx2h_v100", key)
+        assert "`precision.dtype` must be one of fp64, fp32, fp16 on dgx2h_v100 (V100), but is bf16" in refused
+    job = (*PAPER, "model.attention=exact")
+    assert "model.recompute=selective" in refusal(*job, "model.recompute=none")
+    assert planned(*job, "model.recompute=none", "find_recompute=true")["layout"]["recompute"] == "selective"
+    assert planned(*job, "model.recompute=auto")["layout"]["recompute"] == "selective"
+
+
+def test_time_and_energy_have_a_unit_that_suits_them() -> None:
+    job = ("model=gpt_tiny", "cluster=h100", "num_devices=1", "trainer.max_steps=300")
+    for output in (printed(*job), printed(*job, "best=true")):
+        assert "minutes" in output and "days" not in output
+    assert re.search(r"minutes for 300 steps +[0-9.]*[1-9]", printed(*job)) and re.search(" Wh$", printed(*job), re.M)
 
 
 def test_a_plan_says_what_a_validation_costs_and_refuses_what_a_run_on_gpus_refuses() -> None:
@@ -290,7 +307,7 @@ FP8 = ["precision=fp8", "cluster=h200"]
             "`micro_batch_size` must be even with `parallel.batch_halves`, but is 1",
         ),
         (["cluster.path=conf/cluster/h100.yaml", "cluster.num_devices=4"], "`cluster.path` must be alone"),
-        (["cluster.path=2026"], "`cluster.path` must be text or null, but is 2026; quotes make it text"),
+        (["cluster.path=2026"], "`cluster.path` must be a path or null, but is 2026; quotes make it text"),
         ([f"cluster.memory_gib={10**309}"], "`cluster.memory_gib` must be a finite number, but is 1000"),
         (
             ["parallel.tp_size=4", "parallel.sequence_parallel=true", "data.seq_length=1022", "cluster=h200"],

@@ -1,5 +1,6 @@
 """`python src/prepare_data.py` with errors, bad files and full disks: one line, and the same command resumes."""
 
+import re
 import shutil
 
 import pytest
@@ -22,7 +23,7 @@ BAD = {
     "hub": (["corpus=wikipedia"], "wikimedia/wikipedia"),
     "evaluation file": (["evaluation=lambada", "evaluation_sets.lambada.path=/no.jsonl"], "/no.jsonl"),
     "evaluation hub": (["evaluation=wikitext103"], "evaluation=none keeps test sets in the corpus"),
-    "tokenizer": (["tokenizer=bert"], "`tokenizer` must suit the model (gpt), but is bert"),
+    "tokenizer": (["tokenizer=bert"], "(gpt), but is bert; gpt2 and trained do"),
 }
 
 
@@ -96,6 +97,26 @@ def test_bad_content_is_named_and_the_output_is_not_complete(name, tmp_path) -> 
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last
     assert not (out / "manifest.json").exists() and not list(out.glob("*.idx"))
+
+
+def test_a_corpus_too_small_for_the_default_split_is_refused_with_one_that_holds_a_document_out(tmp_path) -> None:
+    local = write_lines(tmp_path / "a.jsonl", [f"Document {n} is short. It has two sentences." for n in range(9)])
+    options = [*SMALL, f"sources.local.path={local}", "cleaning=none", "dedup=none"]
+    done = prepare(*options, f"output={tmp_path / 'out'}")
+    assert done.returncode == 2 and "`validation_every` must hold out at least one document, but 30 " in done.stderr
+    remedy = re.search(r"held out none; (validation_every=\d+ output=\S+) does", done.stderr)[1]
+    done = prepare(*options, *remedy.split())
+    assert done.returncode == 0 and "local validation: " in done.stdout, done.stderr
+
+
+def test_a_corpus_that_cleaning_drops_is_refused_with_how_to_keep_it(tmp_path) -> None:
+    texts = [f"Das ist der Satz Nummer {n}. Er ist kurz." for n in range(90)]
+    options = [*SMALL, f"sources.local.path={write_lines(tmp_path / 'a.jsonl', texts)}", "dedup=none"]
+    done = prepare(*options, f"output={tmp_path / 'out'}")
+    assert done.returncode == 2 and "keep the language: other_language 90" in done.stderr
+    remedy = re.search(r"; (cleaning=none output=\S+) keeps", done.stderr)[1]
+    done = prepare(*options, *remedy.split())
+    assert done.returncode == 0 and "local train: 88 documents" in done.stdout, done.stderr
 
 
 def test_another_shard_mb_is_refused_when_a_preparation_continues(tmp_path) -> None:

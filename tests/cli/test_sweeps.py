@@ -3,12 +3,16 @@
 import csv
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from entry_points import REPOSITORY, TINY, refuse, slurm_task, train
+from entry_points import REPOSITORY, TINY, environment, refuse, slurm_task, train
 from omegaconf import OmegaConf
+from ranks import free_ports
 
 from lmscale.cli.sweep_summary import SweepSummary
 
@@ -131,14 +135,6 @@ def test_a_sweep_is_refused_where_a_folder_of_one_run_is_given(tmp_path, sweep, 
     )
 
 
-def test_a_sweep_in_several_tasks_of_srun_is_refused(tmp_path) -> None:
-    overrides = ("-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path}/sweep")
-    done = refuse(REPOSITORY / "src" / "train.py", *overrides, **slurm_task(0, "29500"))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: a -m sweep must be started by one process, but Slurm's variables describe 2 ")
-    assert not (tmp_path / "sweep").exists()
-
-
 def test_a_sweep_of_plans_runs_in_a_batch_script_for_several_tasks() -> None:
     script = REPOSITORY / "src" / "plan.py"
     overrides = ("-m", "model=gpt_tiny,bert_tiny", "num_devices=1", "cluster=h100")
@@ -207,6 +203,7 @@ def test_runs_of_one_label_are_drawn_apart_and_a_run_without_a_loss_is_left_out(
     notes = [line.split(",")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
     assert notes == ["left out: 2", "left out: 3", "left out: 4", "left out: 5"]
     drawn = [list(line.get_ydata()) for line in plt.gcf().axes[0].get_lines() if len(line.get_xdata())]
+    assert all(tick == int(tick) for tick in plt.gcf().axes[0].get_xticks())  # of steps
     plt.close("all")
     assert sorted(drawn) == [[8.0, 6.0], [9.0, 5.0]]
 
@@ -246,3 +243,79 @@ def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None
     ]
     assert [row["task.doc_stride"] for row in rows] == ["", "", "64", "64"]  # given to some alone
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Sends itself a signal when a function is called, or has returned, for the nth time.
+SIGNALLED = """
+import importlib, os, runpy, signal, sys
+module, function, number, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+*holder, name = function.split(".")
+place = importlib.import_module(module)
+for each in holder:
+    place = getattr(place, each)
+called = getattr(place, name)
+def calls(*arguments, **options):
+    global count
+    result = called(*arguments, **options)
+    count -= 1
+    if count == 0:
+        os.kill(os.getpid(), number)
+    return result
+setattr(place, name, calls)
+sys.argv = sys.argv[5:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+IN_FINAL_VALIDATION = "lmscale.training.module", "PretrainModule.on_validation_epoch_end"
+AFTER_A_JOB = "lmscale.cli.hydra_main", "_remove_if_empty"
+WHILE_CHECKING = "lmscale.training.resolve", "check_loads"
+WHILE_STARTING_RANKS = "lmscale.runtime.launch", "bound_compile_workers"
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "call", "code", "tp_size"),
+    [
+        pytest.param(IN_FINAL_VALIDATION, signal.SIGTERM, 2, 75, 1, id="final validation"),
+        pytest.param(AFTER_A_JOB, signal.SIGTERM, 1, 75, 1, id="between jobs"),
+        pytest.param(AFTER_A_JOB, signal.SIGINT, 1, 130, 1, id="Ctrl-C between jobs"),
+        pytest.param(WHILE_CHECKING, signal.SIGTERM, 4, 75, 1, id="start of the second job"),
+        pytest.param(WHILE_CHECKING, signal.SIGINT, 4, 130, 1, id="Ctrl-C at the start of the second job"),
+        pytest.param(WHILE_STARTING_RANKS, signal.SIGTERM, 2, 75, 2, id="start of the second job's ranks"),
+    ],
+)
+def test_a_signal_ends_the_sweep_with_the_line_that_continues_it(tmp_path, place, number, call, code, tp_size) -> None:
+    script, folder = str(REPOSITORY / "src" / "train.py"), f"hydra.sweep.dir={tmp_path / 'sweep'}"
+    tiny = *TINY, f"parallel.tp_size={tp_size}"
+    command = [sys.executable, "-c", SIGNALLED, *place, str(int(number)), str(call), script, "-m", *tiny, "seed=1,2"]
+    # A shell that starts the tests in the background makes them, and their child processes, ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = subprocess.run(
+        [*command, folder], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    signal.signal(signal.SIGINT, before)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout.count("continue:") == 1
+    assert (tmp_path / "sweep" / "0" / "record.json").is_file()
+    assert not any((tmp_path / "sweep" / "1").glob("*"))
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("continue: ") and "hydra.sweep.dir=sweep resume=auto" in last and "seed=1,2" in last, last
+
+
+@pytest.mark.parametrize("signalled", [False, True])
+def test_two_tasks_of_srun_run_a_sweep_and_a_signal_to_one_ends_both(tmp_path, signalled) -> None:
+    (port,) = map(str, free_ports())
+    words = ["src/train.py", "-m", *TINY, "seed=1,2", "parallel.tp_size=2", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    stopped = ["-c", SIGNALLED, *IN_FINAL_VALIDATION, str(int(signal.SIGTERM)), "2", *words]
+    tasks = []
+    for rank, arguments in enumerate([words, stopped if signalled else words]):
+        options = {"env": environment(**slurm_task(rank, port)), "cwd": REPOSITORY, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        tasks.append(subprocess.Popen([sys.executable, *arguments], **options, **pipes))
+    try:
+        (first, error), (second, _) = [task.communicate(timeout=200) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [75 if signalled else 0] * 2, error
+    assert len(list((tmp_path / "sweep").glob("*/record.json"))) == (1 if signalled else 2)
+    assert ("continue: start the same ranks" in first) == signalled
+    assert "table:" not in second and ("table:" in first) != signalled

@@ -231,9 +231,8 @@ def bad_inputs(folder: Path) -> Path:
     shutil.copytree(folder / "gpt2", folder / "no_weights", ignore=shutil.ignore_patterns("*.safetensors"))
     shutil.copytree(folder / "gpt2", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
     shutil.copytree(folder / "gpt2", folder / "wrong_tokenizer")
-    train_tokenizer(["other words of another text, quite another"] * 9, "gpt", 290, "x").save(
-        str(folder / "wrong_tokenizer" / "tokenizer.json")
-    )
+    larger = train_tokenizer([f"other words of another text, number {n * n}" for n in range(999)], "gpt", 500, "x")
+    larger.save(str(folder / "wrong_tokenizer" / "tokenizer.json"))
     (folder / "no_model").mkdir()
     return folder
 

@@ -42,7 +42,9 @@ class StepOrder:
     """What the module reads of Lightning's Trainer, and the order in which the Trainer calls the module."""
 
     def __init__(self, context: Any, device: Any) -> None:
-        self.strategy = SimpleNamespace(parallel=context, root_device=device, model=None, any_rank=lambda *flags: flags)
+        self.strategy = SimpleNamespace(
+            parallel=context, root_device=device, model=None, ranks=SimpleNamespace(any=lambda *flags: flags)
+        )
         self.accumulate_grad_batches, self.optimizers = 1, []
         self.precision, self.gradient_clip_algorithm, self.callbacks = "32-true", None, []
 
@@ -78,7 +80,6 @@ class StepOrder:
             callback.on_train_batch_start(self, module, micro_batches, 0)
         module.optimizer_step(0, 0, optimizer, closure)
         module.lr_schedulers().step()
-        module.on_train_batch_end(None, micro_batches, 0)
         for callback in self.callbacks:
             callback.on_train_batch_end(self, module, None, micro_batches, 0)
 
@@ -88,7 +89,6 @@ class StepOrder:
 
         module.eval()
         with torch.no_grad():
-            module.on_validation_epoch_start()
             module.validation_step(micro_batch, 0)
 
 

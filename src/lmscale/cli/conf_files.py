@@ -38,5 +38,17 @@ def groups_of(entry_point: str) -> str:
     return f"file://{CONF / entry_point}"
 
 
+def check_folder(key: str, folder: str) -> None:
+    """Refuse a value of `hydra.run.dir` or `hydra.sweep.dir` that Hydra would take as it is.
+
+    Raises:
+        ValueError: it is empty, as of a variable of the shell that is not set, or has a `~` that a file gives.
+    """
+    if not folder:
+        raise ValueError(f"`{key}` must name a folder, but is empty")
+    if folder.startswith("~"):
+        raise ValueError(f"`{key}` must be given with ${{oc.env:HOME}} in a file, but is {folder}")
+
+
 OmegaConf.register_new_resolver("look_up", look_up, replace=True)
 OmegaConf.register_new_resolver("groups_of", groups_of, replace=True)

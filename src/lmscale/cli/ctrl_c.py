@@ -11,18 +11,26 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
+from .. import launcher
+
 _has_launcher = "__mp_main__" in sys.modules  # multiprocessing sets it, which a command has not imported yet
-before_exit: list[Callable[[], None]] = []  # called where the process ends at once, in place of `finally`
+before_exit: list[Callable[[], None]] = []  # called by `leave`
+
+
+def leave() -> None:
+    """Do, in place of `finally`, what is left to do where a signal ends the process."""
+    while before_exit:
+        before_exit.pop(0)()
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    launcher.asked_to_stop = True
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         if frame.f_code.co_name == "run_hydra_main":
             raise KeyboardInterrupt
         frame = frame.f_back
     if not _has_launcher:
-        for clean_up in before_exit:
-            clean_up()
+        leave()
         os.write(2, b"stopped by SIGINT\n")
     os._exit(128 + number)
 

@@ -1,6 +1,5 @@
 """Report errors in overrides or configuration in one line, `error: ...`, with exit code 2."""
 
-import difflib
 import os
 import re
 import select
@@ -19,11 +18,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from ..config.checks import did_you_mean
+from ..config.checks import closest, did_you_mean
 from ..config.family import corpus_forms
+from ..output import escape_unknown_letters
+from ..runtime.exit_codes import USER_ERROR
 from .conf_files import CONF, entry_point, files_of
 
-USER_ERROR = 2
 WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")  # before `run_hydra_main` sets it for Hydra
 
 # Arguments of Lightning's Trainer, by what says the same here.
@@ -60,6 +60,7 @@ def one_line_errors() -> Iterator[None]:
     """Decorate the main function of a script without Hydra: the user's errors, and the failure of a script that it
     ran, end it by `exit_with`.
     """
+    escape_unknown_letters()
     try:
         yield
         print(end="", flush=True)  # nothing where stdout is closed
@@ -165,10 +166,10 @@ def _one_line(error: Exception) -> str:
 
 def _closest(key: str) -> str:
     """A question that names the known key or group most like `key`, in any group; empty if none is like it."""
-    from .reference import ENTRY_POINTS, known_keys  # imports every configuration class: needed after a mistake only
+    # It imports every configuration class: needed after a mistake only.
+    from .reference import ENTRY_POINTS, known_keys, meaning_of
 
-    script = Path(sys.argv[0]).resolve()
-    name = f"{script.parent.name}/{script.name}"
+    name = _script_name()
     of_training = known_keys("src/train.py") if name == "src/plan.py" else []
     if key in {*of_training, *(other.partition(".")[0] for other in of_training)}:
         return "; src/train.py has it, src/plan.py does not: leave it out"
@@ -177,6 +178,9 @@ def _closest(key: str) -> str:
     known += [folder.name for folder in (CONF / entry_point()).glob("*/")]
     if key in known:
         return f"; conf/ has no default for it: type +{key}="
+    if key.count(".") == 2 and meaning_of(key, name):  # it is below a name that the user chooses
+        group, own, _ = key.split(".")
+        return f"; `{group}` has no {own} with that key: add {own} by '+{group}.{own}={{...}}', or the key by +{key}="
     by_last_word = {other.rpartition(".")[2]: other for other in reversed(known)}
     last_word = key.rpartition(".")[2]
     same = [f"`{name}`" for name in _OF_LIGHTNING.get(last_word, ()) if name in known]
@@ -186,8 +190,14 @@ def _closest(key: str) -> str:
         return f"; did you mean `{by_last_word[last_word]}`?"
     if "." in key:
         return did_you_mean(key, known)
-    close = difflib.get_close_matches(key, by_last_word, n=1)
-    return f"; did you mean `{by_last_word[close[0]]}`?" if close else ""
+    close = closest(key, by_last_word)
+    return f"; did you mean `{by_last_word[close]}`?" if close else ""
+
+
+def _script_name() -> str:
+    """This entry point's name among those of the reference."""
+    script = Path(sys.argv[0]).resolve()
+    return f"{script.parent.name}/{script.name}"
 
 
 def _choices_with(key: str) -> list[str]:
@@ -217,7 +227,10 @@ def _missing_path(key: str) -> str:
 def _how_to_make(key: str) -> str:
     """Where the checkpoint comes from that an entry point needs."""
     if key != "ckpt":
-        return ""
+        from .reference import meaning_of  # imports every configuration class: needed after a mistake only
+
+        meaning = meaning_of(key, _script_name())
+        return f", as {key}=VALUE ({meaning})" if meaning else ""
     model = "bert_tiny" if entry_point() == "finetune" else "gpt_tiny"
     return f": a checkpoint or a run folder, such as that of `python src/train.py model={model}`"
 

@@ -1,12 +1,13 @@
 """Run an entry point's Hydra main function: configuration in, one line and an exit code out.
 
 Exit codes: 0 done; 2 the configuration is invalid (nothing was started); 128 + n ended by signal n, also where what
-reads the output has closed it (SIGPIPE); those of training are in `training/runtime/exit_codes.py`.
+reads the output has closed it (SIGPIPE); those of ranks are in `runtime/exit_codes.py`.
 """
 
 import atexit
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,11 +24,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from .. import launcher
+from ..config.checks import expand_home
 from ..launcher import is_first_rank
+from ..output import escape_unknown_letters
+from ..runtime.exit_codes import USER_ERROR
 from . import ctrl_c
 from . import literal as literal_values
-from .conf_files import CONF, entry_point
-from .errors import USER_ERROR, WANTS_TRACEBACK, end_without_reader, exit_with
+from .conf_files import CONF, check_folder, entry_point
+from .errors import WANTS_TRACEBACK, end_without_reader, exit_with
 from .help import help_text
 
 _task_is_running = False
@@ -52,11 +57,14 @@ def run_hydra_main(
         before: called after the options are in order and before Hydra reads them.
     """
     _open_closed_streams()
+    escape_unknown_letters()
     literal_values.set_aside(literal)
     logging.getLogger("matplotlib").setLevel(logging.WARNING)  # else a first run prints that it found fonts
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises instead of printing its own message
     try:
+        _check_decoded()
         _put_options_last()
+        _expand_home()
         if joins_ranks:
             _use_temporary_folders_on_other_ranks()
         if {"--help", "-h"} & set(sys.argv[1:]):
@@ -67,6 +75,7 @@ def run_hydra_main(
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry_point())(job)()
         sys.stdout.flush()
     except KeyboardInterrupt:
+        ctrl_c.leave()
         print("stopped by SIGINT", file=sys.stderr, flush=True)
         sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
@@ -78,10 +87,16 @@ def run_hydra_main(
         exit_with(error)
 
 
-def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict], str] | None = None) -> None:
+def run_task(
+    task: Callable[[dict], None],
+    cfg: DictConfig,
+    then: Callable[[dict], str] | None = None,
+    if_stopped: Callable[[], str] | None = None,
+) -> None:
     """Give `task` the resolved configuration as plain values, with `run_dir` and `overrides` added.
 
-    However a started task ends, rank 0 prints what `then` says of the same values: the next commands.
+    However a started task ends, rank 0 prints what `then` says of the same values: the next commands. Where a signal
+    ends a sweep, in a job or between two, it prints what `if_stopped` has said as the last job started.
 
     A ValueError is the user's mistake. It ends the process here, because Hydra would add its own lines to an exception
     that passes through it.
@@ -94,8 +109,7 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         group = _group_of_folder(hydra_config)
         if "${" in folder:
             raise ValueError(f"`hydra.{group}.dir` must not have ${{ in it, but is {folder}")
-        if hydra_config[group].dir == "":  # as of a variable of the shell that is not set
-            raise ValueError(f"`hydra.{group}.dir` must name a folder, but is empty")
+        check_folder(f"hydra.{group}.dir", hydra_config[group].dir)
         values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         values["run_dir"] = str(Path(folder).absolute())
         values["overrides"] = list(hydra_config.overrides.task)
@@ -104,15 +118,22 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         if (resume.get("path") if isinstance(resume, dict) else resume) == "auto":
             _require_named_folder(hydra_config, folder)
         _task_is_running = True
+        is_sweep = hydra_config.mode == RunMode.MULTIRUN
+        if is_sweep and if_stopped is not None and is_first_rank():
+            ctrl_c.before_exit.append(partial(print, if_stopped(), flush=True))
         try:
             task(values)
         finally:
             error = sys.exception()
             refused = isinstance(error, ValueError) or (isinstance(error, SystemExit) and error.code == USER_ERROR)
-            if then is not None and not refused and is_first_rank():
+            if launcher.asked_to_stop and is_sweep:
+                ctrl_c.leave()
+            elif then is not None and not refused and is_first_rank():
                 lines = then(values)
                 print(lines, end="\n" if lines else "", flush=True)
         sys.stdout.flush()
+        if launcher.asked_to_stop and is_sweep:  # and this job had nothing left to stop
+            sys.exit(os.EX_TEMPFAIL)
         _task_is_running = False
     except BrokenPipeError:
         end_without_reader()
@@ -122,6 +143,22 @@ def run_task(task: Callable[[dict], None], cfg: DictConfig, then: Callable[[dict
         exit_with(error, _name_of_job(hydra_config))
     finally:
         _remove_if_empty(Path(folder))
+
+
+def _check_decoded() -> None:
+    """Refuse an argument with bytes that Python could not decode: TensorBoard and safetensors take no such path.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for argument in sys.argv[1:]:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"an argument must be text in the locale's encoding, {sys.getfilesystemencoding()} "
+                f"(LC_ALL=C.UTF-8 sets UTF-8), but is {argument!r}"
+            ) from None
 
 
 def _put_options_last() -> None:
@@ -145,6 +182,21 @@ def _put_options_last() -> None:
     for override in overrides:
         options.remove(override)
     sys.argv[1:] = overrides + options
+
+
+def _expand_home() -> None:
+    """Expand `~` where a value or an item of a list begins with it, as a shell does for a whole word.
+
+    Hydra's grammar refuses it without quotes, and Hydra makes its folders before `from_dict` could expand them.
+    """
+
+    def expand(word: str) -> str:
+        key, equals, value = word.partition("=")
+        quote = "[\"']?" if key.startswith("hydra.") else ""  # other quoted values may be texts
+        pattern = rf"((?:^|[,\[{{]) *{quote})(~[^/,:\]}}\"']*)"
+        return key + equals + re.sub(pattern, lambda found: found[1] + expand_home(found[2], key), value)
+
+    sys.argv[1:] = map(expand, sys.argv[1:])
 
 
 def hydra_files(cfg: DictConfig) -> dict[str, str]:

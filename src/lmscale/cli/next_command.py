@@ -5,7 +5,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ..config.family import family_of
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
 from ..launcher import world_from_outside
+from ..results import read_record
 from .conf_files import CONF
 
 ROOT = CONF.parent
@@ -46,19 +47,32 @@ def after_training(values: Mapping) -> str:
     has_checkpoint = any((run / "checkpoints").glob("step_*.ckpt"))
     if not (run / "record.json").is_file():
         if has_checkpoint and world_from_outside() is not None:
-            keys = f"resume=auto hydra.run.dir={_for_hydra(run)}"
-            return f"continue: start the same ranks by the same launcher, with {keys}"
+            return _start_same_ranks("hydra.run.dir", run)
         again = command("src/train.py", hydra__run__dir=run, resume="auto")
         return f"continue: {again}" if has_checkpoint else ""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return ""
     lines = [f"plot:     {command('analysis/report/your_runs.py', _from_here(run))}"]
-    if has_checkpoint:
-        exported = command("src/convert.py", source=run, target=run / "hugging_face", format="hugging_face")
+    if has_checkpoint and not _ended_above_start(run):
         model = values["model"]
         used = use_model(run, model["family"], model["max_position_embeddings"])
-        lines = [f"use:      {used}", f"export:   {exported}", *lines]
+        lines = [f"use:      {used}", _export(run), *lines]
     return "\n".join(lines)
+
+
+def continue_trainings() -> str:
+    """Continue the sweep of pretrainings whose job this is."""
+    folder = Path(HydraConfig.get().sweep.dir)
+    if world_from_outside() is not None:
+        return _start_same_ranks("hydra.sweep.dir", folder)
+    keys = "hydra.sweep.dir", "resume", "resume.path"
+    typed = [word for word in sys.argv[1:] if word.partition("=")[0] not in keys]
+    return f"continue: {command('src/train.py', f'hydra.sweep.dir={_for_hydra(folder)}', 'resume=auto', *typed)}"
+
+
+def _start_same_ranks(key: str, folder: Path) -> str:
+    keys = shlex.join(["resume=auto", f"{key}={_for_hydra(folder)}"])
+    return f"continue: start the same ranks by the same launcher, with {keys}"
 
 
 def of_training(overrides: list[str]) -> list[str]:
@@ -68,29 +82,54 @@ def of_training(overrides: list[str]) -> list[str]:
     return _config_dir() + [o for o, name in names if name not in GRID and name.partition(".")[0] not in own]
 
 
-def use_model(checkpoint: str | Path, family: str, num_positions: int = 64, tokenizer: Sequence[str] = ()) -> str:
-    """Generate from a GPT, or finetune a BERT on the table of this clone, which needs no network."""
+def use_model(
+    checkpoint: str | Path,
+    family: str,
+    num_positions: int = 64,
+    tokenizer: Sequence[str] = (),
+    drawn: Collection[str] = (),
+) -> str:
+    """Generate from a GPT, or finetune a BERT on the table of this clone, which needs no network.
+
+    Args:
+        drawn: parameters that the checkpoint has from a seed, untrained.
+    """
     if family_of(family).is_causal:  # its `ckpt` is taken literally
         return command("src/generate.py", f"ckpt={_from_here(checkpoint)}", *tokenizer, "prompt=The")
     table = ROOT / "finetune" / "example_qqp.tsv"
     data = {"task__train": table, "task__validation__dev": table, "task__max_seq_length": str(min(64, num_positions))}
-    return command("finetune/run.py", task="qqp", ckpt=checkpoint, **data)
+    pooler = {"new_pooler": "true"} if "pooler.weight" in drawn else {}
+    return command("finetune/run.py", task="qqp", ckpt=checkpoint, **pooler, **data)
 
 
-def load_published(folder: Path) -> str:
-    """Load an exported model with transformers alone."""
-    code = f"from transformers import AutoModel; print(AutoModel.from_pretrained({str(_from_here(folder))!r}))"
+def load_published(folder: Path, model_class: str) -> str:
+    """Load an exported model with transformers alone, by its class there."""
+    load = f"{model_class}.from_pretrained({str(_from_here(folder))!r})"
+    code = f"from transformers import {model_class}; print({load})"
     return shlex.join([_python(), "-c", code])
 
 
 def after_finetuning(values: Mapping) -> str:
-    """Score the finetuned checkpoint again, at any layout; empty if none was saved."""
+    """Score the finetuned checkpoint again, at any layout, and export it; empty if none was saved."""
     run = Path(values["run_dir"])
     if not any((run / "checkpoints").glob("step_*.ckpt")) or HydraConfig.get().mode == RunMode.MULTIRUN:
         return ""
-    own = ("ckpt", "trainer.num_epochs", "from_scratch")
+    if (run / "record.json").is_file() and _ended_above_start(run):
+        return ""
+    own = ("ckpt", "trainer.num_epochs", "from_scratch", "new_pooler")
     kept = [o for o in values["overrides"] if o.lstrip("+").partition("=")[0] not in own]
-    return f"score:    {command('finetune/run.py', *_config_dir(), *kept, ckpt=run, trainer__num_epochs='0')}"
+    scored = command("finetune/run.py", *_config_dir(), *kept, ckpt=run, trainer__num_epochs="0")
+    return f"score:    {scored}\n{_export(run)}"
+
+
+def _export(run: Path) -> str:
+    exported = command("src/convert.py", source=run, target=run / "hugging_face", format="hugging_face")
+    return f"export:   {exported}"
+
+
+def _ended_above_start(run: Path) -> bool:
+    """Whether a run has trained to a higher loss than it began with; its last lines do not offer its model."""
+    return read_record(run / "record.json").get("ended_above_start", False)
 
 
 def _config_dir() -> list[str]:

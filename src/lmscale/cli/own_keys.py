@@ -30,7 +30,7 @@ def add_own_keys() -> None:
     resume = typed.get("resume.path", "").partition("=")[2].strip("'\"")
     if given.multirun or resume != "auto" or "hydra.run.dir" not in typed:
         return
-    folder = OverridesParser.create().parse_override(typed["hydra.run.dir"]).value()
+    folder = OverridesParser.create().parse_overrides([typed["hydra.run.dir"]])[0].value()
     saved, config = Path(str(folder)) / ".hydra", Path(str(folder)) / "config.json"
     try:
         if saved.is_dir() or not config.is_file():

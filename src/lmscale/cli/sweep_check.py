@@ -12,7 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from ..launcher import world_from_outside
+from .conf_files import check_folder
 from .errors import WANTS_TRACEBACK, exit_with
 from .literal import put_back
 
@@ -23,11 +23,10 @@ class SweepCheck(Callback):
     Args:
         check: dotted path of a function of the resolved configuration (plain values, `run_dir` and `overrides` added)
             that raises ValueError if it is invalid. It is imported only for a sweep.
-        joins_ranks: whether the entry point joins the ranks that srun has started.
     """
 
-    def __init__(self, check: str, joins_ranks: bool = False) -> None:
-        self.check, self.joins_ranks = check, joins_ranks
+    def __init__(self, check: str) -> None:
+        self.check = check
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Compose and check each job as Hydra's basic sweeper will; exit code 2 at the first invalid one."""
@@ -35,10 +34,10 @@ class SweepCheck(Callback):
         if "hydra.run.dir" in folders and "hydra.sweep.dir" not in folders:  # Hydra would not read it
             given = folders["hydra.run.dir"]
             exit_with(ValueError(f"`hydra.sweep.dir` must name the folder of a sweep, but only {given} is given"))
-        if not config.hydra.sweep.dir:  # as of a variable of the shell that is not set
-            exit_with(ValueError("`hydra.sweep.dir` must name a folder, but is empty"))
-        if self.joins_ranks and config.hydra.launcher._target_.endswith("BasicLauncher"):
-            _check_one_task()
+        try:
+            check_folder("hydra.sweep.dir", config.hydra.sweep.dir)
+        except ValueError as error:
+            exit_with(error)
         if not config.hydra.sweeper._target_.endswith("BasicSweeper"):
             return  # a searching sweeper chooses its jobs as it runs
         swept = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
@@ -66,15 +65,3 @@ class SweepCheck(Callback):
                 if WANTS_TRACEBACK:
                     raise
                 exit_with(error, f"job {number} of the sweep ({' '.join(overrides)}): ")
-
-
-def _check_one_task() -> None:
-    """Refuse a sweep in several tasks of `srun`: the ranks of its second job would meet at the first one's port."""
-    world = world_from_outside()
-    if world is not None and world.launcher == "srun":
-        exit_with(
-            ValueError(
-                f"a -m sweep must be started by one process, but Slurm's variables describe {world.size} tasks; start "
-                "one srun per job, or use hydra/launcher=submitit_slurm"
-            )
-        )

@@ -9,6 +9,7 @@ import hydra
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
+from ..launcher import is_first_rank
 from ..results import read_record, validation_set
 
 TABLE, FIGURE = "sweep.csv", "sweep.png"
@@ -29,6 +30,8 @@ class SweepSummary(Callback):
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Rank the runs by their records below the sweep's folder; without records, nothing is written."""
+        if not is_first_rank():
+            return
         folder = Path(config.hydra.sweep.dir)
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}  # comparable runs, by metric and validation set
         for path in sorted(folder.rglob("record.json")):
@@ -102,6 +105,7 @@ def _draw(folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> 
     import matplotlib.pyplot as plt
     import pandas
     import seaborn
+    from matplotlib.ticker import MaxNLocator
 
     seaborn.set_theme(style="whitegrid")
     figure, panels = plt.subplots(len(groups), figsize=(8, 5 * len(groups)), layout="constrained", squeeze=False)
@@ -117,6 +121,7 @@ def _draw(folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> 
         seaborn.lineplot(rows, x="step", y="train/loss", hue="run", ax=axes, **look)
         title = textwrap.fill(_heading(runs, metric, loss_over, groups), 90)
         axes.set(xlabel="optimizer step", ylabel="training loss (nats)", title=title)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.legend(fontsize="x-small")
     figure.savefig(folder / FIGURE, dpi=200)
     plt.close(figure)
