@@ -56,7 +56,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "data": ("token files to samples", {"config", "text", "shared_files"}, {"hydra", "omegaconf"}),
     "corpus": ("raw text to token files", {"config", "data", "launcher", "shared_files", "text"}, FRAMEWORKS),
     "evaluation": (
-        "zero-shot evaluation, scores, text generation",
+        "zero-shot evaluation, text generation",
         {
             "config",
             "parallel",

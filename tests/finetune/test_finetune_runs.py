@@ -19,9 +19,9 @@ from finetune_runs import (
 from lmscale.checkpoint import read_metadata
 from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.config.finetune import FinetuneConfig
-from lmscale.evaluation.squad import score
 from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.sources import check_values, is_finished
+from lmscale.finetune.squad_score import score
 from lmscale.finetune.tasks import objective_of
 
 OF_EVERY_RUN = {"steps", "num_updates", "num_skipped", "train_time", "train_cpu_time", "items_per_s"}

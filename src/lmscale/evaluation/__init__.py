@@ -1,5 +1,5 @@
-"""Evaluation of trained models: perplexity, cloze accuracy, text generation, and scores of downstream tasks.
+"""Evaluation of trained models: perplexity, cloze accuracy and text generation.
 
 Read loading.py; zero_shot_job.py with zero_shot_task.py, windows.py, perplexity.py, lambada.py and cloze.py (zero-shot
-evaluation); generate_job.py with prompts.py, generation.py and sampling.py; squad.py (its scores).
+evaluation); generate_job.py with prompts.py, generation.py and sampling.py.
 """

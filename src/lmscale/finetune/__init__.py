@@ -2,5 +2,5 @@
 
 Read finetuning.py and module.py (the run and its step) with initial_checkpoint.py and heads.py; tasks/, examples.py,
 sources.py, pairs.py, windows.py, features.py and preparing.py (rows to model inputs); batches.py; answers.py,
-scoring.py, outputs.py and ensembling.py (logits to predictions and metrics); protocol.py (several runs).
+scoring.py with squad_score.py, outputs.py and ensembling.py (logits to metrics); protocol.py (several runs).
 """

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..config.finetune import TaskConfig
-from ..evaluation.squad import all_null_alarm, best_null_threshold, score
 from .answers import decode_answers
 from .features import Features
+from .squad_score import all_null_alarm, best_null_threshold, score
 from .tasks import HeadKind, benchmark_of
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lmscale.evaluation.squad import all_null_alarm, best_null_threshold, f1, normalize_answer, score
+from lmscale.finetune.squad_score import all_null_alarm, best_null_threshold, f1, normalize_answer, score
 
 OFFICIAL = {
     "v1.1-bert_ensemble": (86.13698630136986, 92.36836157555327),
