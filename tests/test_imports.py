@@ -102,7 +102,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "models",
             "checkpoint",
             "data",
-            "evaluation",
             "runtime",
             "shared_files",
             "training",

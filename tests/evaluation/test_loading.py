@@ -21,7 +21,7 @@ from lmscale.checkpoint import CheckpointError
 from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.generate import GenerateConfig, GenerateTokenizer
-from lmscale.data.tokenizer import Tokenizer, train_tokenizer
+from lmscale.data.tokenizer import Tokenizer, choose_tokenizer, train_tokenizer
 from lmscale.evaluation import ranks
 from lmscale.evaluation.loading import (
     check_gpt,
@@ -31,7 +31,6 @@ from lmscale.evaluation.loading import (
     load_saved_tokenizer,
 )
 from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
-from lmscale.evaluation.tokenizer_choice import choose_tokenizer
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
 from lmscale.parallel.shared_memory import RankGoneError

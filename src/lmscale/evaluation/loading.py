@@ -33,12 +33,11 @@ from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.generate import GenerateConfig, GenerateTokenizer
 from ..config.zero_shot import ZeroShotConfig
-from ..data.tokenizer import Tokenizer, load_published_tokenizer
+from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
 from ..launcher import World, world_from_outside
 from ..models import build_model
 from ..parallel import ParallelContext, padding_of
 from ..runtime.ranks import Ranks
-from .tokenizer_choice import choose_tokenizer
 
 _ALONE = Ranks()
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}

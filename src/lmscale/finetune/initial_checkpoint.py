@@ -11,8 +11,7 @@ from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
-from ..data.tokenizer import Tokenizer, load_published_tokenizer
-from ..evaluation.tokenizer_choice import choose_tokenizer
+from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
 from .tasks import HeadKind, benchmark_of
 
 

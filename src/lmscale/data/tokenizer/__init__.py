@@ -1,5 +1,6 @@
 """Tokenizers: trained on the corpus, or published by the authors of GPT-2 and BERT."""
 
+from .choice import choose_tokenizer
 from .encoding import Tokenizer, read_tokenizer, write_tokenizer
 from .loading import DEFAULT_VOCAB_SIZE, check_tokenizer, load_published_tokenizer, load_tokenizer
 from .published import BERT_SPECIALS, END_OF_TEXT, UNKNOWN

@@ -1,7 +1,7 @@
 """Choose the tokenizer of a trained model: the one saved with the checkpoint, or a requested one that must equal it."""
 
-from ..config import TransformerConfig
-from ..data.tokenizer import Tokenizer
+from ...config import TransformerConfig
+from .encoding import Tokenizer
 
 
 def choose_tokenizer(
