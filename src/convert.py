@@ -18,8 +18,8 @@ def convert(values: dict) -> None:
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
     from lmscale.checkpoint import read_metadata
-    from lmscale.checkpoint.hf_config import read_hf_config
     from lmscale.checkpoint.model_tensors import config_of
+    from lmscale.hugging_face.config import read_hf_config
 
     print(f"wrote {written}")
     if config.format == "hugging_face":
@@ -42,10 +42,10 @@ def write(config: ConvertConfig) -> Path:
     import torch  # takes seconds: only after the cheap checks
 
     from lmscale.checkpoint import METADATA
-    from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
     from lmscale.checkpoint.metadata import find_given
     from lmscale.checkpoint.reshard import reshard
     from lmscale.finetune.publishing import read_head, read_published_head
+    from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 
     source, target, tokenizer = config.source, config.target, config.tokenizer_path
     found = find_given("source", source)

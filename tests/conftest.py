@@ -20,7 +20,7 @@ RANK_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD
 RANK_VARIABLES -= os.environ.keys()
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-for folder in (".", "corpus", "data", "cli", "finetune", "training"):  # support modules: ranks, warm, corpora, runs
+for folder in (".", "checkpoint", "corpus", "data", "cli", "finetune", "training"):  # support modules: ranks, runs
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 import process_facts  # noqa: E402, F401

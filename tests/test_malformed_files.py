@@ -36,8 +36,6 @@ from lmscale.checkpoint import (
     list_checkpoints,
     metadata,
 )
-from lmscale.checkpoint.hf_config import config_from_hf
-from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.checkpoint.model_tensors import model_shapes, open_source
 from lmscale.checkpoint.offline import write_offline
 from lmscale.config import TransformerConfig
@@ -48,6 +46,8 @@ from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.prepare import prepare_corpus
 from lmscale.data.tokenizer import read_tokenizer
 from lmscale.finetune.tasks import read_examples
+from lmscale.hugging_face.config import config_from_hf
+from lmscale.hugging_face.files import HuggingFaceReader
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 MAX_BYTES, MAX_TIME = 256 << 20, timedelta(seconds=30)

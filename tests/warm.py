@@ -39,7 +39,7 @@ _LIBRARIES = (
     "torch.distributed.elastic.multiprocessing.errors",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
-    "lmscale.checkpoint.hf_conversion",
+    "lmscale.hugging_face.conversion",
     "lmscale.corpus.cleaning",
     "lmscale.corpus.running",
     "lmscale.finetune.finetuning",

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lmscale.checkpoint import METADATA, CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
 from lmscale.checkpoint import metadata as metadata_module
-from lmscale.checkpoint.hf_config import config_to_hf
-from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.config import TransformerConfig
+from lmscale.hugging_face.config import config_to_hf
+from lmscale.hugging_face.files import HuggingFaceReader
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 

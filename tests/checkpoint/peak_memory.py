@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from lmscale.checkpoint import CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
-from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
+from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 

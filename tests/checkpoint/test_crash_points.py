@@ -29,7 +29,6 @@ from lmscale.checkpoint import (
     checkpoint_step,
     divide_tensors,
     find_damage,
-    hf_conversion,
     list_checkpoints,
     read_metadata,
     remove_unfinished,
@@ -38,6 +37,7 @@ from lmscale.checkpoint import (
 from lmscale.checkpoint import reshard as reshard_module
 from lmscale.checkpoint.atomic_folder import atomic_folder
 from lmscale.checkpoint.metadata import latest_checkpoint
+from lmscale.hugging_face import conversion as hf_conversion
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
 from lmscale.training.checkpoints.resuming import agree_on_checkpoint

@@ -26,11 +26,11 @@ from checkpoints import (
 )
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader, TensorEntry, find_damage, read_metadata, write_offline
-from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.checkpoint.model_tensors import config_of, model_shapes
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
+from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 

@@ -12,7 +12,6 @@ from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
-from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
@@ -20,6 +19,7 @@ from lmscale.evaluation.cloze import predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, fit_passages, read_passages, stop_word_ids
 from lmscale.evaluation.scoring import vocab_parallel_argmax
 from lmscale.evaluation.zero_shot_task import Lambada
+from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.parallel import ParallelContext
 from lmscale.text.whole_file import TextFile, read_text_file
 

@@ -10,12 +10,12 @@ from sharding import random_model, small_config
 from torch import Tensor
 
 from lmscale.checkpoint import CheckpointReader
-from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
 from lmscale.evaluation import generate_job
 from lmscale.evaluation.generation import Generator, in_batches
 from lmscale.evaluation.prompts import Prompt, Row
+from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import GPT
 from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext

@@ -15,13 +15,13 @@ import pytest
 import torch
 from crafted import save_gpt
 
-from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
 from lmscale.evaluation.cloze import _places, predict_last_words
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
+from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, vocab_parallel_logits
 from lmscale.text.whole_file import read_text_file

@@ -18,7 +18,6 @@ from ranks import make_context, run_ranks, torchrun_rank
 from sharding import random_model, small_config
 
 from lmscale.checkpoint import CheckpointError
-from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, choose_tokenizer, train_tokenizer
@@ -31,6 +30,7 @@ from lmscale.evaluation.loading import (
     load_saved_tokenizer,
 )
 from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
+from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
 from lmscale.parallel.shared_memory import RankGoneError

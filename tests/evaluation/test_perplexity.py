@@ -11,12 +11,12 @@ from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
-from lmscale.checkpoint.hf_conversion import export_hugging_face
 from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.perplexity import measure_losses, perplexity
 from lmscale.evaluation.windows import Windows
 from lmscale.evaluation.zero_shot_job import _wikitext_metrics
 from lmscale.evaluation.zero_shot_task import WikiText103
+from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.parallel import ParallelContext
 
 SHAPES = [(13, 5), (13, 1), (13, 13), (7, 3), (1, 1), (12, 4)]

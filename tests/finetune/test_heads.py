@@ -50,7 +50,7 @@ def batch(kind: HeadKind) -> list[torch.Tensor]:
 
 def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
     """transformers' model of the kind with our weights."""
-    from lmscale.checkpoint.hf_config import config_to_hf
+    from lmscale.hugging_face.config import config_to_hf
     from lmscale.models.hugging_face import model_of
 
     published = config_to_hf(config.as_standard(), "float64", {"pad_token_id": 0})

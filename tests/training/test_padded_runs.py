@@ -9,9 +9,9 @@ from ranks import make_context, run_ranks
 from runs import ONE, assert_equal_runs, read_tensors, run_jobs, run_layouts, tiny_run
 
 from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
-from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
 from lmscale.config import Layout
 from lmscale.evaluation.loading import load_model
+from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
 from lmscale.training.announcement import describe_options

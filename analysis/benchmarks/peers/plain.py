@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from analysis.benchmarks.config import BenchConfig
-from lmscale.checkpoint.hf_config import config_to_hf
+from lmscale.hugging_face.config import config_to_hf
 from lmscale.models import build_model
 from lmscale.models.hugging_face import model_of
 from lmscale.parallel import IGNORE_LABEL, ParallelContext

@@ -1,8 +1,8 @@
 """Checkpoints of safetensors files and JSON metadata, written by all ranks and readable at any layout; no pickle.
 
 Read metadata.py (the format), tensor_file.py, host_copies.py, write.py and read.py; then model_tensors.py (what
-a checkpoint of a model must have), offline.py, reshard.py and atomic_folder.py (conversion by one process) and the
-hf_*.py files (Hugging Face). No collectives: ranks coordinate through files.
+a checkpoint of a model must have), offline.py, reshard.py and atomic_folder.py (conversion by one process). No
+collectives: ranks coordinate through files.
 """
 
 from .errors import CheckpointError, CheckpointVersionError

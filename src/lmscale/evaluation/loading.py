@@ -23,9 +23,6 @@ from ..checkpoint import (
     check_files,
     read_metadata,
 )
-from ..checkpoint.hf_config import config_from_hf
-from ..checkpoint.hf_conversion import import_hugging_face
-from ..checkpoint.hf_files import HuggingFaceReader
 from ..checkpoint.metadata import find_given
 from ..checkpoint.model_tensors import config_of, open_source
 from ..config import TransformerConfig
@@ -34,6 +31,9 @@ from ..config.family import family_of
 from ..config.generate import GenerateConfig, GenerateTokenizer
 from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
+from ..hugging_face.config import config_from_hf
+from ..hugging_face.conversion import import_hugging_face
+from ..hugging_face.files import HuggingFaceReader
 from ..launcher import World, world_from_outside
 from ..models import build_model
 from ..parallel import ParallelContext, padding_of

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ..checkpoint import METADATA, CheckpointError, CheckpointMetadata, read_metadata
-from ..checkpoint.finetuned_head import FinetunedHead, PublishedHead
-from ..checkpoint.hf_config import hf_model, read_hf_config, with_defaults
 from ..checkpoint.model_tensors import meta_model
 from ..config import TransformerConfig
 from ..config.finetune import FROM_HUB, TaskConfig
 from ..config.from_dict import build
+from ..hugging_face.config import hf_model, read_hf_config, with_defaults
+from ..hugging_face.finetuned_head import FinetunedHead, PublishedHead
 from .heads import FinetuneModel
 from .scoring import with_units
 from .tasks import HeadKind, benchmark_of

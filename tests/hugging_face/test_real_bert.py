@@ -11,7 +11,7 @@ from checkpoints import load_ours
 from ranks import make_context, run_ranks
 from torch import Tensor
 
-from lmscale.checkpoint.hf_conversion import import_hugging_face
+from lmscale.hugging_face.conversion import import_hugging_face
 
 
 def find_minilm() -> Path | None:

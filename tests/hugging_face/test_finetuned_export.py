@@ -14,9 +14,7 @@ import transformers
 from checkpoints import GPT, change_metadata, edit_config, edit_tensors, family_config
 from finetune_runs import make_checkpoint, make_run, read_logits, run_finetunings, run_here
 
-from lmscale.checkpoint import CheckpointError, hf_conversion, read_metadata
-from lmscale.checkpoint.hf_config import config_to_hf
-from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
+from lmscale.checkpoint import CheckpointError, read_metadata
 from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.checkpoint.tokenizer_files import TokenizerFiles
 from lmscale.config import TransformerConfig
@@ -27,6 +25,9 @@ from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.outputs import read_outputs
 from lmscale.finetune.publishing import read_head, read_published_head
 from lmscale.finetune.tasks import benchmark_of, read_examples
+from lmscale.hugging_face import conversion as hf_conversion
+from lmscale.hugging_face.config import config_to_hf
+from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.models.hugging_face import model_of
 
 HEADS = {"mnli": "SequenceClassification", "qqp": "SequenceClassification", "race": "MultipleChoice"}

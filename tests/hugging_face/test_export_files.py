@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from lmscale.checkpoint import CheckpointError
 from lmscale.checkpoint.metadata import CheckpointMetadata
-from lmscale.checkpoint.model_card import losses_of, model_card
 from lmscale.checkpoint.tokenizer_files import TokenizerFiles, find_tokenizer
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.data.tokenizer import BERT_SPECIALS, load_published_tokenizer
+from lmscale.hugging_face.model_card import losses_of, model_card
 
 TOKENS = (*BERT_SPECIALS, "\u2028", "\x85", "the", "The")  # str.splitlines takes two of them for line ends
 CONFIG = family_config(BERT, vocab_size=len(TOKENS))

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.errors import CheckpointError
 from ..config import TransformerConfig
 from ..config.family import family_of
 from ..models.hugging_face import HuggingFaceModel, model_of, models_by_type
-from .errors import CheckpointError
 
 # transformers has more names than functions; gelu_10 and quick_gelu are others.
 _TANH = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh")

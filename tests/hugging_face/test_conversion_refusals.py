@@ -22,9 +22,11 @@ from checkpoints import (
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from lmscale.checkpoint import CheckpointError, CheckpointReader, hf_config, hf_conversion
-from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
+from lmscale.checkpoint import CheckpointError, CheckpointReader
 from lmscale.config import TransformerConfig
+from lmscale.hugging_face import config as hf_config
+from lmscale.hugging_face import conversion as hf_conversion
+from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 
 
 @pytest.mark.parametrize(

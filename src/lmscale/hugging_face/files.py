@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.metadata import PUBLISHED_WEIGHTS
+from ..checkpoint.tensor_file import TensorFileReader, TensorFileWriter, num_bytes
 from ..models.hugging_face import HuggingFaceModel
-from .errors import CheckpointError
-from .hf_config import hf_model, read_hf_config, type_of_tensors
-from .metadata import PUBLISHED_WEIGHTS
-from .tensor_file import TensorFileReader, TensorFileWriter, num_bytes
+from .config import hf_model, read_hf_config, type_of_tensors
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]+\.(safetensors|bin)")
 

@@ -31,14 +31,14 @@ from sharding import random_batch
 from torch import Tensor
 
 from lmscale.checkpoint import CheckpointError, CheckpointReader
-from lmscale.checkpoint.hf_conversion import export_hugging_face, import_hugging_face
-from lmscale.checkpoint.hf_files import HuggingFaceReader
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer, write_tokenizer
 from lmscale.finetune.batches import collate
 from lmscale.finetune.features import Features
 from lmscale.finetune.pairs import join_pair, pack
+from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
+from lmscale.hugging_face.files import HuggingFaceReader
 from lmscale.models import build_model
 from lmscale.models.hugging_face import model_of
 from lmscale.parallel import ParallelContext

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.metadata import CheckpointMetadata
 from ..config import TransformerConfig
 from ..config.family import family_of
 from .finetuned_head import PublishedHead
-from .metadata import CheckpointMetadata
 
 CARD = "README.md"
 

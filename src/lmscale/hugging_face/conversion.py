@@ -11,24 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.atomic_folder import atomic_folder, check_target
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.metadata import CheckpointMetadata, TensorEntry
+from ..checkpoint.model_tensors import Shape, meta_model, model_shapes, open_source
+from ..checkpoint.offline import write_offline
+from ..checkpoint.read import CheckpointReader
+from ..checkpoint.tensor_file import num_bytes
+from ..checkpoint.tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 from ..config import TransformerConfig
 from ..config.checks import list_some
 from ..models import build_model
 from ..models.hugging_face import Row, model_of
 from ..parallel import ParallelContext
-from .atomic_folder import atomic_folder, check_target
 from .compare import compare_models
-from .errors import CheckpointError
+from .config import (
+    config_from_hf,
+    config_to_hf,
+    generation_to_hf,
+    hf_model,
+    read_hf_config,
+)
+from .files import HuggingFaceReader, write_hf_files
 from .finetuned_head import FinetunedHead, PublishedHead
-from .hf_config import config_from_hf, config_to_hf, generation_to_hf, hf_model, read_hf_config
-from .hf_files import HuggingFaceReader, write_hf_files
-from .metadata import CheckpointMetadata, TensorEntry
 from .model_card import CARD, losses_of, model_card
-from .model_tensors import Shape, meta_model, model_shapes, open_source
-from .offline import write_offline
-from .read import CheckpointReader
-from .tensor_file import num_bytes
-from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 _log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from ..checkpoint.errors import CheckpointError
+from ..checkpoint.model_tensors import meta_model
+from ..checkpoint.read import CheckpointReader
+from ..checkpoint.reshard import VOCABULARY
 from ..config import TransformerConfig
 from ..config.family import family_of
-from .errors import CheckpointError
-from .hf_config import small_hf_model
-from .hf_files import HuggingFaceReader
-from .model_tensors import meta_model
-from .read import CheckpointReader
-from .reshard import VOCABULARY
+from .config import small_hf_model
+from .files import HuggingFaceReader
 
 _log = logging.getLogger(__name__)
 # Of the largest output value. Equal weights in different code differ by about 1e-14; GELU's other form by 1e-4.
