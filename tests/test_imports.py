@@ -13,6 +13,7 @@ FRAMEWORKS = {"torch", "lightning", "hydra", "omegaconf"}
 RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "config": ("every dataclass of every entry point, and every rule about sizes", {"partition"}, FRAMEWORKS),
     "partition": ("how layers, gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
+    "hashing": ("SplitMix64, in NumPy and torch", set(), FRAMEWORKS),
     "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
     "results": ("one run, one JSON record", {"config", "launcher", "shared_files"}, FRAMEWORKS),
     "output": ("the output of a command, on a full disk and in any encoding too", set(), FRAMEWORKS),
@@ -34,7 +35,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "__main__": ("the `lmscale` command: runs an entry point", {"config"}, FRAMEWORKS),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout; stages of a pipeline",
-        {"partition"},
+        {"hashing", "partition"},
         FRAMEWORKS - {"torch"},
     ),
     "runtime": (
@@ -58,12 +59,17 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
     "text": ("texts on disk: which files are read, their formats, documents", set(), FRAMEWORKS),
-    "data": ("token files to samples", {"config", "text", "shared_files"}, {"hydra", "omegaconf"}),
-    "corpus": ("raw text to token files", {"config", "data", "launcher", "shared_files", "text"}, FRAMEWORKS),
+    "data": ("token files to samples", {"config", "hashing", "text", "shared_files"}, {"hydra", "omegaconf"}),
+    "corpus": (
+        "raw text to token files",
+        {"config", "data", "hashing", "launcher", "shared_files", "text"},
+        FRAMEWORKS,
+    ),
     "evaluation": (
         "zero-shot evaluation, text generation",
         {
             "config",
+            "hashing",
             "parallel",
             "models",
             "text",

@@ -18,7 +18,7 @@ from ground_truth import (
 from lmscale.corpus import duplicates, minhash
 from lmscale.corpus.duplicates import candidate_pairs, causes, choose_survivors, clusters, exact_jaccard
 from lmscale.corpus.minhash import band_hashes
-from lmscale.data.permutation import mix
+from lmscale.hashing import mix
 
 
 def random_values(number: int, seed: int) -> np.ndarray:

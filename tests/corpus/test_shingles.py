@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from lmscale.corpus import shingles
 from lmscale.corpus.shingles import shingle_sets, word_ngrams
 from lmscale.data import sentences
-from lmscale.data.permutation import mix
 
 # Characters that lower-case to several (İ), depending on context (Σ) or not at all, that are letters but not word
 # characters (combining marks), that have 1 to 4 bytes, or that are lone surrogates.
@@ -142,13 +141,6 @@ def test_hashes_are_uniform_over_all_bits() -> None:
     bits = (values[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     # 17,576 fair bits have a standard deviation of 0.0038 around one half; 64 of them stay within 5.
     assert abs(bits.mean(axis=0) - 0.5).max() < 0.019
-
-
-def test_mix_equals_splitmix64() -> None:
-    # The first outputs of SplitMix64 with seed 1234567, as published with the generator.
-    step = 0x9E3779B97F4A7C15
-    states = np.array([(1234567 + (k + 1) * step) % 2**64 for k in range(3)], dtype=np.uint64)
-    assert mix(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_hashes_are_the_same_in_every_process() -> None:

@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from ..data.permutation import mix
+from ..hashing import splitmix64
 from .shingles import polynomial
 
 BLOCK_VALUES = 2**14  # shingles hashed at once: they fit a core's cache together with the rows of a band
 _SEED = 1234  # of the hash functions: hashes can be compared only if they share it
-_STEP = 0x9E3779B97F4A7C15  # increment of SplitMix64: the odd number nearest to 2**64 / golden ratio
 
 
 def band_hashes(values: np.ndarray, offsets: np.ndarray, bands: int = 25, rows: int = 5) -> np.ndarray:
@@ -54,6 +53,5 @@ def band_hashes(values: np.ndarray, offsets: np.ndarray, bands: int = 25, rows: 
 
 def _multipliers(number: int) -> np.ndarray:
     """Return odd uint32 [number], the first outputs of SplitMix64, which do not depend on a library's version."""
-    counters = [(_SEED + (k + 1) * _STEP) % 2**64 for k in range(number)]
-    mixed = mix(np.array(counters, dtype=np.uint64))
-    return (mixed >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
+    outputs = splitmix64(_SEED, np.arange(1, number + 1, dtype=np.uint64))
+    return (outputs >> np.uint64(32)).astype(np.uint32) | np.uint32(1)

@@ -16,8 +16,8 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from ..data.permutation import mix
 from ..data.sentences import by_size, text_pieces
+from ..hashing import mix
 
 BLOCK_CHARACTERS = 2**16  # read at once, or one longer word: the arrays of a block fit a core's cache
 BLOCK_WORDS = 2**15

@@ -6,12 +6,11 @@ from typing import IO
 
 import numpy as np
 
+from ..hashing import splitmix64
 from .indexed_dataset import IndexedDataset
-from .permutation import mix
 
 LONGEST_SENTENCE = 512  # tokens; documents with a longer one are skipped, as in Megatron-LM
 _CHUNK = 1 << 16  # documents processed at once
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -104,4 +103,4 @@ def _write_header(file: IO[bytes], dtype: np.dtype, count: int) -> None:
 
 def _uniform(key: int, numbers: np.ndarray) -> np.ndarray:
     """Return numbers in [0, 1) with 53 random bits: outputs number `numbers` of SplitMix64 with state `key`."""
-    return (mix(numbers * _STEP + np.uint64(key)) >> np.uint64(11)) * 2.0**-53
+    return (splitmix64(key, numbers) >> np.uint64(11)) * 2.0**-53

@@ -8,11 +8,9 @@ seen in which order.
 import torch
 from torch import Tensor
 
+from ..hashing import SIGNED_GOLDEN, mix_signed
 from .sampler import GlobalBatchSampler
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # multipliers of SplitMix64, as signed numbers: torch has no uint64 products
-_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
-_MIX_2 = 0x94D049BB133111EB - 2**64
 _CHUNK = 1 << 20
 
 
@@ -22,14 +20,7 @@ def digest_of_samples(numbers: Tensor, indices: Tensor) -> Tensor:
     Shapes:
         numbers, indices: int64 [n]; the sample's number in the run and its index in the dataset.
     """
-    return mix(numbers * GOLDEN + indices).sum()
-
-
-def mix(x: Tensor) -> Tensor:
-    """Mix the bits of int64 `x` (the SplitMix64 finalizer); torch's >> keeps the sign, hence the masks."""
-    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
-    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
-    return x ^ ((x >> 31) & (2**33 - 1))
+    return mix_signed(numbers * SIGNED_GOLDEN + indices).sum()
 
 
 def expected_digest(sampler: GlobalBatchSampler, num_steps: int, share: int = 0, num_shares: int = 1) -> Tensor:

@@ -4,12 +4,13 @@ import hashlib
 
 import numpy as np
 
+from ..hashing import GOLDEN
+
 TABLE_SIZE = 1 << 20  # largest stored shuffle: uniform over all permutations, at most 8 MB
 _CHUNK = 1 << 15  # positions computed at once, to stay in the processor's cache
 _ROUNDS = 6
-_MIX_1, _MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
 _HALF = np.uint64(32)
-_MIXERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class Permutation:
@@ -73,20 +74,8 @@ class Permutation:
 def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
     """Return the upper halves after two rounds of multiplication, uint64 below 2^32."""
     mixed = values + key
-    mixed *= _MIX_1
+    mixed *= GOLDEN
     mixed ^= mixed >> _HALF
-    mixed *= _MIX_2
+    mixed *= _MIX
     mixed >>= _HALF
     return mixed
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of `values` (uint64, modified in place) so that each affects all 64; a bijection.
-
-    Source: the finalizer of SplitMix64, Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-    """
-    shifted = np.empty_like(values)
-    for shift, multiplier in zip((30, 27), _MIXERS, strict=True):
-        np.bitwise_xor(values, np.right_shift(values, np.uint64(shift), out=shifted), out=values)
-        np.multiply(values, multiplier, out=values)
-    return np.bitwise_xor(values, np.right_shift(values, np.uint64(31), out=shifted), out=values)

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config.generate import Sampling
-from ..data.data_digest import GOLDEN, mix
+from ..hashing import SIGNED_GOLDEN, mix_signed
 from ..parallel import ParallelContext
 
-_COLUMN = 0xD1B54A32D192ED03 - 2**64  # odd multiplier of a Weyl sequence, as `GOLDEN`
+_COLUMN = 0xD1B54A32D192ED03 - 2**64  # odd multiplier of a Weyl sequence, as `SIGNED_GOLDEN`
 
 
 def sample_key(seed: int, prompt: Sequence[int], sample: int) -> int:
@@ -71,7 +71,7 @@ def gumbel_noise(keys: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
     Source: Gumbel 1954; Maddison et al. 2014, "A* sampling", for argmax(score + noise) as a draw from the softmax.
     """
-    bits = mix(mix(mix(keys) + positions * GOLDEN) ^ mix(ids * _COLUMN))
+    bits = mix_signed(mix_signed(mix_signed(keys) + positions * SIGNED_GOLDEN) ^ mix_signed(ids * _COLUMN))
     # 52 bits plus 1/2: exact in fp64, and never 0 or 1.
     uniform = ((bits & (2**52 - 1)).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, written as a signed 64-bit number
+from ..hashing import SIGNED_GOLDEN
+
 _CHUNK = 1 << 22  # elements hashed at a time: 32 MiB of temporaries each
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,14 +30,14 @@ def fingerprint(tensor: Tensor) -> Tensor:
             part = _mix(part)
         weights = torch.arange(first, first + part.numel(), dtype=torch.int64, device=tensor.device)
         total += ((part + 1) * (2 * weights + 1)).sum()
-    return total * _GOLDEN
+    return total * SIGNED_GOLDEN
 
 
 def _mix(x: Tensor) -> Tensor:
     """Another int64 for each, whose low bits depend on all bits: +1.0 and -1.0 differ in the highest bit alone, which a
     product with an even number loses."""
     for _ in range(2):
-        x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * _GOLDEN  # torch's >> keeps the sign, hence the mask
+        x = (x ^ ((x >> 32) & 0xFFFFFFFF)) * SIGNED_GOLDEN  # torch's >> keeps the sign, hence the mask
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
