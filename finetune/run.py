@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_finetuning
-from lmscale.launcher import join_ranks
 from lmscale.output import outlast_full_disk
+from lmscale.runtime.world import join_ranks
 
 # On a CPU, torch caches a kernel with its buffers for each of the last 1,024 shapes. Batches of similar length have
 # many shapes, which took gigabytes. torch reads this when it is imported; 128 is as fast.

@@ -8,7 +8,7 @@ import sys
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import command
 from lmscale.config.generate import GenerateConfig
-from lmscale.launcher import is_first_rank
+from lmscale.runtime.world import is_first_rank
 
 
 def generate(values: dict) -> None:

@@ -10,9 +10,9 @@ from functools import partial
 from lmscale.cli.hydra_main import hydra_files, run_hydra_main, run_task
 from lmscale.cli.next_command import after_training, continue_trainings
 from lmscale.cli.own_keys import add_own_keys
-from lmscale.launcher import join_ranks
 from lmscale.output import outlast_full_disk
 from lmscale.runtime.interruption import stop_before_training
+from lmscale.runtime.world import join_ranks
 
 
 def train(values: dict, files: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ import lmscale.cli.ctrl_c  # noqa: F401
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.cli.next_command import use_model
 from lmscale.config.zero_shot import ZeroShotConfig
-from lmscale.launcher import is_first_rank
+from lmscale.runtime.world import is_first_rank
 
 
 def evaluate(values: dict) -> None:

@@ -15,10 +15,9 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "partition": ("how layers, gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "hashing": ("SplitMix64, in NumPy and torch", set(), FRAMEWORKS),
     "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
-    "results": ("one run, one JSON record", {"config", "launcher", "shared_files"}, FRAMEWORKS),
+    "results": ("one run, one JSON record", {"config", "runtime", "shared_files"}, FRAMEWORKS),
     "output": ("the output of a command, on a full disk and in any encoding too", set(), FRAMEWORKS),
     "control_groups": ("the control groups of this process, and their CPU quota", set(), FRAMEWORKS),
-    "launcher": ("who started this process, and which variables count", {"control_groups"}, FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (
         "parameters, FLOPs, memory, collectives, step time, plans",
@@ -28,10 +27,10 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "paper": ("distinguishes a run of the paper from a smaller one", set(), FRAMEWORKS),
     "cli": (
         "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
-        {"config", "launcher", "output", "results", "runtime"},
+        {"config", "output", "results", "runtime"},
         {"torch", "lightning"},
     ),
-    "threads": ("CPU threads of a rank", {"launcher"}, FRAMEWORKS - {"torch"}),
+    "threads": ("CPU threads of a rank", {"runtime"}, FRAMEWORKS - {"torch"}),
     "__main__": ("the `lmscale` command: runs an entry point", {"config"}, FRAMEWORKS),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout; stages of a pipeline",
@@ -40,7 +39,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "runtime": (
         "starting ranks and ending them: watchdog, signals, locks, exit codes, settings of the machine",
-        {"control_groups", "launcher", "output", "parallel", "results", "shared_files"},
+        {"control_groups", "output", "parallel", "results", "shared_files"},
         FRAMEWORKS - {"torch"},
     ),
     "models": (
@@ -62,7 +61,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "data": ("token files to samples", {"config", "hashing", "text", "shared_files"}, {"hydra", "omegaconf"}),
     "corpus": (
         "raw text to token files",
-        {"config", "data", "hashing", "launcher", "shared_files", "text"},
+        {"config", "data", "hashing", "runtime", "shared_files", "text"},
         FRAMEWORKS,
     ),
     "evaluation": (
@@ -78,7 +77,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "hugging_face",
             "results",
             "paper",
-            "launcher",
             "runtime",
             "threads",
         },
@@ -96,7 +94,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "models",
             "checkpoint",
             "data",
-            "launcher",
             "runtime",
             "shared_files",
             "threads",
@@ -107,7 +104,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         "finetuning: heads, tasks and their data",
         {
             "config",
-            "launcher",
             "results",
             "paper",
             "parallel",

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from analysis.benchmarks.config import FILE_PEERS, BenchConfig
-from lmscale.launcher import usable_cores
 from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_step
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record
 from lmscale.runtime.accelerator import resolve_accelerator
+from lmscale.runtime.world import usable_cores
 
 from .peers.contender import Contender, make_batches
 from .peers.ours import Ours

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .config.checks import expand_home
-from .launcher import usable_cores
+from .runtime.world import usable_cores
 from .shared_files import write_atomically
 
 RECORD_VERSION = 1

@@ -5,7 +5,7 @@ import re
 
 import torch
 
-from .launcher import usable_cores, world_from_outside
+from .runtime.world import usable_cores, world_from_outside
 
 
 def share_cores(requested: int | None = None) -> tuple[int, str]:

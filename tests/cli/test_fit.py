@@ -7,9 +7,9 @@ from entry_points import only_line, refuse
 
 from lmscale.config import TransformerConfig
 from lmscale.config.layout import Layout, ParallelConfig
-from lmscale.launcher import World
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
+from lmscale.runtime.world import World
 from lmscale.training import fit
 from lmscale.training.fit import resolve_layout
 

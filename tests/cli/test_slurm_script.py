@@ -11,7 +11,7 @@ import pytest
 from entry_points import REPOSITORY
 from plan_output import planned
 
-from lmscale.launcher import world_from_outside
+from lmscale.runtime.world import world_from_outside
 
 GUIDE = (REPOSITORY / "docs" / "guides" / "h100_64.md").read_text(encoding="utf-8")
 RECORDS = REPOSITORY / "analysis" / "data_costs" / "records"

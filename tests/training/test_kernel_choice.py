@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 from lmscale.checkpoint import list_checkpoints, read_metadata
 from lmscale.config import Layout
 from lmscale.kernels import PLAIN, Kernels
-from lmscale.launcher import World
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
 from lmscale.planner.flops import model_flops_per_step
 from lmscale.runtime.ranks import Ranks
+from lmscale.runtime.world import World
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
 from lmscale.training.checkpoints import resuming

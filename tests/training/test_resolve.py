@@ -17,10 +17,10 @@ from lmscale.config import Layout
 from lmscale.config.layout import ParallelConfig
 from lmscale.data import sampler
 from lmscale.data.sampler import Blend, RunSamples, resolve_validation
-from lmscale.launcher import World
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
 from lmscale.runtime import accelerator
+from lmscale.runtime.world import World
 from lmscale.training import fit, pretrain, resolve
 from lmscale.training.announcement import describe_idle_gpus
 from lmscale.training.checkpoints import resuming

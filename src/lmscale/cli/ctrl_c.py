@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 
-from .. import launcher
+from ..runtime import world
 
 _has_launcher = "__mp_main__" in sys.modules  # multiprocessing sets it, which a command has not imported yet
 before_exit: list[Callable[[], None]] = []  # called by `leave`
@@ -24,7 +24,7 @@ def leave() -> None:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    launcher.asked_to_stop = True
+    world.asked_to_stop = True
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         if frame.f_code.co_name == "run_hydra_main":
             raise KeyboardInterrupt

@@ -24,11 +24,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from .. import launcher
 from ..config.checks import expand_home
-from ..launcher import is_first_rank
 from ..output import escape_unknown_letters
+from ..runtime import world
 from ..runtime.exit_codes import USER_ERROR
+from ..runtime.world import is_first_rank
 from . import ctrl_c
 from . import literal as literal_values
 from .conf_files import CONF, check_folder, entry_point
@@ -126,13 +126,13 @@ def run_task(
         finally:
             error = sys.exception()
             refused = isinstance(error, ValueError) or (isinstance(error, SystemExit) and error.code == USER_ERROR)
-            if launcher.asked_to_stop and is_sweep:
+            if world.asked_to_stop and is_sweep:
                 ctrl_c.leave()
             elif then is not None and not refused and is_first_rank():
                 lines = then(values)
                 print(lines, end="\n" if lines else "", flush=True)
         sys.stdout.flush()
-        if launcher.asked_to_stop and is_sweep:  # and this job had nothing left to stop
+        if world.asked_to_stop and is_sweep:  # and this job had nothing left to stop
             sys.exit(os.EX_TEMPFAIL)
         _task_is_running = False
     except BrokenPipeError:

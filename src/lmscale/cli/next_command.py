@@ -15,8 +15,8 @@ from hydra.types import RunMode
 from ..config.family import family_of
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
-from ..launcher import world_from_outside
 from ..results import read_record
+from ..runtime.world import world_from_outside
 from .conf_files import CONF
 
 ROOT = CONF.parent

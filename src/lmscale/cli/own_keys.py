@@ -8,7 +8,7 @@ import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from ..launcher import is_first_rank
+from ..runtime.world import is_first_rank
 from .next_command import command
 
 _SAY_WHAT_TO_TRAIN = {"model", "experiment", "sweep"}

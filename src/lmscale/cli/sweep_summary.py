@@ -9,8 +9,8 @@ import hydra
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ..launcher import is_first_rank
 from ..results import read_record, validation_set
+from ..runtime.world import is_first_rank
 
 TABLE, FIGURE = "sweep.csv", "sweep.png"
 SET = "validation set"  # column of the table, if there are several

@@ -34,10 +34,10 @@ from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokeniz
 from ..hugging_face.config import config_from_hf
 from ..hugging_face.conversion import import_hugging_face
 from ..hugging_face.files import HuggingFaceReader
-from ..launcher import World, world_from_outside
 from ..models import build_model
 from ..parallel import ParallelContext, padding_of
 from ..runtime.ranks import Ranks
+from ..runtime.world import World, world_from_outside
 
 _ALONE = Ranks()
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,11 +10,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..config.finetune import FinetuneConfig
 from ..data.prepare import cache_folder
-from ..launcher import is_first_rank, world_from_outside
 from ..runtime.accelerator import check_products, resolve_accelerator, set_allocator
 from ..runtime.exit_codes import DONE
 from ..runtime.ranks import AgreedError
 from ..runtime.run_lock import check_not_in_use, run_folder_errors
+from ..runtime.world import is_first_rank, world_from_outside
 from ..training.device_memory import check_free_memory
 from ..training.fit import check_copies, finetuning_workload, resolve_layout, state_bytes
 from ..training.metrics_file import MetricsFile

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..config.finetune import FROM_HUB, FinetuneConfig, TaskConfig
 from ..data.sources import load_dataset
-from ..launcher import world_from_outside
 from ..results import check_no_record
+from ..runtime.world import world_from_outside
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 

@@ -25,13 +25,7 @@ from ..models import build_model
 from ..models.hugging_face import Row, model_of
 from ..parallel import ParallelContext
 from .compare import compare_models
-from .config import (
-    config_from_hf,
-    config_to_hf,
-    generation_to_hf,
-    hf_model,
-    read_hf_config,
-)
+from .config import config_from_hf, config_to_hf, generation_to_hf, hf_model, read_hf_config
 from .files import HuggingFaceReader, write_hf_files
 from .finetuned_head import FinetunedHead, PublishedHead
 from .model_card import CARD, losses_of, model_card

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from ..launcher import world_from_outside
+from .world import world_from_outside
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"

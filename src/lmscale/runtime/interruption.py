@@ -9,7 +9,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
-from .. import launcher
+from . import world
 from .exit_codes import INTERRUPTED
 
 PASSED_ON = "LMSCALE_INTERRUPTED"  # set by the launcher for the ranks it starts after the signal
@@ -32,7 +32,7 @@ def stop_before_training(leave: Callable[[], None]) -> None:
 def _end_unsaved(leave: Callable[[], None], number: int, frame: FrameType | None) -> None:
     if multiprocessing.parent_process() is not None:  # a worker of a library, which has inherited the handler
         os._exit(128 + number)
-    launcher.asked_to_stop = True
+    world.asked_to_stop = True
     leave()
     os.write(2, f"stopped by {signal.Signals(number).name} outside training: nothing to save\n".encode())
     os._exit(INTERRUPTED)  # an exception could be caught by what is just being imported
@@ -81,7 +81,7 @@ class Interruption:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         earlier, self.received = self.received, signal.Signals(number)
-        launcher.asked_to_stop = True
+        world.asked_to_stop = True
         if number == earlier == signal.SIGINT:
             if multiprocessing.parent_process() is None:  # otherwise the launcher decides
                 self.at_once()

@@ -20,13 +20,13 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..launcher import COMPILE_WORKERS, bound_compile_workers, join_ranks, own_run_id, world_from_outside
 from ..output import escape_unknown_letters, outlast_full_disk
 from ..parallel.shared_memory import RankGoneError
 from .exit_codes import FAILED, INTERRUPTED, STALLED
 from .interruption import PASSED_ON, Interruption
 from .lost_rank import CollectiveError, LostRank
 from .watchdog import StalledError
+from .world import COMPILE_WORKERS, bound_compile_workers, join_ranks, own_run_id, world_from_outside
 
 
 def launch(worker: Callable[[Any], int], job: Any, world_size: int, max_restarts: int = 0, saves: bool = False) -> None:

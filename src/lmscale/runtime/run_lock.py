@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ..launcher import was_requeued
 from ..shared_files import lock
+from .world import was_requeued
 
 LOCK = ".lock"
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two

@@ -17,11 +17,11 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from ..config.plan import PlanConfig
-from ..launcher import usable_cores
 from ..planner.memory import GIB
 from ..planner.plan import Plan
 from ..planner.question import plans_of_machine
 from ..results import new_record, record_path, write_record
+from ..runtime.world import usable_cores
 
 LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
 WARM_UP_STEPS, TIMED_STEPS = 3, 7

@@ -17,11 +17,11 @@ from ..data.prepared import PreparedCorpus
 from ..data.sampler import resolve_validation
 from ..data.tokenizer import check_tokenizer
 from ..kernels import Kernels
-from ..launcher import World, is_first_rank, is_restart, world_from_outside
 from ..planner.flops import model_flops_per_step
 from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from ..runtime import accelerator
 from ..runtime.run_lock import check_not_in_use, run_folder_errors
+from ..runtime.world import World, is_first_rank, is_restart, world_from_outside
 from . import fit
 from .job import Job
 from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
-from .. import launcher
 from ..checkpoint import CheckpointError
-from ..launcher import join_ranks, world_from_outside
 from ..parallel.shared_memory import SharedMemoryError
+from ..runtime import world as outside
 from ..runtime.cpu_settings import keep_heap
 from ..runtime.exit_codes import DONE, USER_ERROR
 from ..runtime.gpu_settings import keep_partial_sums_in_fp32
@@ -27,6 +26,7 @@ from ..runtime.lost_rank import abort_nccl, end_rank
 from ..runtime.ranks import AgreedError
 from ..runtime.run_lock import RunLock
 from ..runtime.watchdog import Watchdog
+from ..runtime.world import join_ranks, world_from_outside
 from ..threads import share_cores
 from .job import Job
 from .strategy import TensorParallelStrategy
@@ -152,7 +152,7 @@ def run_on_this_rank(
             print(f"CPU threads per rank: {num_threads} ({reason})", flush=True)
         code = train(RankSession(trainer, folder, watchdog, interruption, Ending(), num_threads))
         # A rank that a signal met too late for this job would leave the others alone in the next one of a sweep.
-        (launcher.asked_to_stop,) = strategy.ranks.any(launcher.asked_to_stop)
+        (outside.asked_to_stop,) = strategy.ranks.any(outside.asked_to_stop)
         return code
     except (AgreedError, CheckpointError, SharedMemoryError) as error:  # the same on every rank
         if trainer.is_global_zero:

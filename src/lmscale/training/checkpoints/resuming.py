@@ -25,9 +25,9 @@ from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.sampler import RunSamples
-from ...launcher import is_restart
 from ...runtime.messages import warn
 from ...runtime.ranks import AgreedError
+from ...runtime.world import is_restart
 from ..step.learning_rate import learning_rate_of_update
 from ..strategy import TensorParallelStrategy
 

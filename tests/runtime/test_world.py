@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lmscale import launcher
 from lmscale.control_groups import cpu_quotas
-from lmscale.launcher import COMPILE_WORKERS, World, is_first_rank, was_requeued, world_from_outside
+from lmscale.runtime import world
+from lmscale.runtime.world import COMPILE_WORKERS, World, is_first_rank, was_requeued, world_from_outside
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "WORLD_SIZE": "6",
@@ -196,8 +196,8 @@ def test_a_requeued_job(monkeypatch, count, expected) -> None:
 )
 def test_the_ranks_of_a_host_share_its_cores_among_their_compile_workers(monkeypatch, variables, workers) -> None:
     monkeypatch.setattr(os, "environ", dict(variables))
-    monkeypatch.setattr(launcher, "usable_cores", lambda: 12)
-    launcher.join_ranks()
+    monkeypatch.setattr(world, "usable_cores", lambda: 12)
+    world.join_ranks()
     assert os.environ.get(COMPILE_WORKERS) == (None if workers is None else str(workers))
 
 
@@ -210,13 +210,13 @@ def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts
     )
     code = (
         "import os\n"
-        "from lmscale import launcher\n"
+        "from lmscale.runtime import world\n"
         "from lmscale.runtime.launch import launch\n"
         "from worker import number\n"
-        "launcher.usable_cores = lambda: 6\n"
+        "world.usable_cores = lambda: 6\n"
         "if __name__ == '__main__':\n"
         "    launch(number, None, 2)\n"
-        "    print('left', launcher.COMPILE_WORKERS in os.environ)\n"
+        "    print('left', world.COMPILE_WORKERS in os.environ)\n"
     )
     (tmp_path / "start.py").write_text(code)
     kept = {name: value for name, value in os.environ.items() if name != COMPILE_WORKERS}
@@ -241,5 +241,5 @@ def test_the_cpu_quota_of_a_container_bounds_the_cores(tmp_path, version, quota,
 
 
 def test_usable_cores_are_within_the_quota(monkeypatch) -> None:
-    monkeypatch.setattr(launcher, "cpu_quotas", lambda _: [1])
-    assert launcher.usable_cores() == 1
+    monkeypatch.setattr(world, "cpu_quotas", lambda _: [1])
+    assert world.usable_cores() == 1

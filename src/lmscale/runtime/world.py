@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from .control_groups import cpu_quotas, own_groups
+from ..control_groups import cpu_quotas, own_groups
 
 asked_to_stop = False  # by a signal that a job of this process has recorded: a sweep starts no other job
 COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS"
