@@ -19,7 +19,7 @@ from lmscale.planner.plan_table import (
     slowest_first,
 )
 from lmscale.planner.question import describe_validation, plan_layout, rank
-from lmscale.runtime.cpu_settings import describe_slow_type
+from lmscale.runtime.machine import describe_slow_type
 
 
 def plan(values: dict) -> None:

@@ -15,9 +15,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     "partition": ("how layers, gradients, optimizer state and the rows of the loss are divided", set(), FRAMEWORKS),
     "hashing": ("SplitMix64, in NumPy and torch", set(), FRAMEWORKS),
     "shared_files": ("files that several processes use: atomic writes and locks", set(), FRAMEWORKS),
-    "results": ("one run, one JSON record", {"config", "runtime", "shared_files"}, FRAMEWORKS),
     "output": ("the output of a command, on a full disk and in any encoding too", set(), FRAMEWORKS),
-    "control_groups": ("the control groups of this process, and their CPU quota", set(), FRAMEWORKS),
     "kernels": ("which kernels compute the layers; the only importer of apex", set(), FRAMEWORKS),
     "planner": (
         "parameters, FLOPs, memory, collectives, step time, plans",
@@ -25,12 +23,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         FRAMEWORKS,
     ),
     "paper": ("distinguishes a run of the paper from a smaller one", set(), FRAMEWORKS),
-    "cli": (
-        "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
-        {"config", "output", "results", "runtime"},
-        {"torch", "lightning"},
-    ),
-    "threads": ("CPU threads of a rank", {"runtime"}, FRAMEWORKS - {"torch"}),
     "__main__": ("the `lmscale` command: runs an entry point", {"config"}, FRAMEWORKS),
     "parallel": (
         "tensor parallelism: f, g, layers, loss, norm, initialization, dropout; stages of a pipeline",
@@ -38,9 +30,15 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         FRAMEWORKS - {"torch"},
     ),
     "runtime": (
-        "starting ranks and ending them: watchdog, signals, locks, exit codes, settings of the machine",
-        {"control_groups", "output", "parallel", "results", "shared_files"},
+        "starting ranks and ending them: watchdog, signals, locks, exit codes; facts and settings of the machine",
+        {"output", "parallel", "shared_files"},
         FRAMEWORKS - {"torch"},
+    ),
+    "results": ("one run, one JSON record", {"config", "runtime", "shared_files"}, FRAMEWORKS),
+    "cli": (
+        "what entry points share: Hydra in, one-line errors and exit codes out; the reference of their keys",
+        {"config", "output", "results", "runtime"},
+        {"torch", "lightning"},
     ),
     "models": (
         "BERT and GPT",
@@ -78,7 +76,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "results",
             "paper",
             "runtime",
-            "threads",
         },
         FRAMEWORKS - {"torch"},
     ),
@@ -96,7 +93,6 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "data",
             "runtime",
             "shared_files",
-            "threads",
         },
         {"hydra", "omegaconf"},
     ),

@@ -19,7 +19,7 @@ from lmscale.planner.flops import TERA, dense_peak_flops_per_s, model_flops_per_
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record
 from lmscale.runtime.accelerator import resolve_accelerator
-from lmscale.runtime.world import usable_cores
+from lmscale.runtime.machine import usable_cores
 
 from .peers.contender import Contender, make_batches
 from .peers.ours import Ours

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .config.checks import expand_home
-from .runtime.world import usable_cores
+from .runtime.machine import cpu_model, describe_cpu, usable_cores
 from .shared_files import write_atomically
 
 RECORD_VERSION = 1
@@ -42,8 +42,6 @@ PACKAGES = (
 )
 # An absolute path in an override, which may hold several: data.path={/a/b: 1, /a/c: 2}
 _PATH = re.compile(r"""(?:(?<=[=:,{\["'])|(?<=[:,] ))/(?!/)[^:,{}\[\]"']*""")
-# Of the environment; they limit which instructions torch, MKL and oneDNN use.
-ROUNDING_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 
 
 def new_record(
@@ -310,41 +308,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def cpu_model() -> str:
-    """Name of this host's processor."""
-    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
-
-
-def cpu_flags() -> set[str]:
-    """The instruction sets of this host's processor as Linux names them; empty on other systems than Linux on x86."""
-    return set(_cpu_facts().get("flags", "").split())
-
-
-def describe_cpu() -> dict[str, Any]:
-    """What decides how this host and this process round: the CPU, and what torch runs on it if it is imported.
-
-    Returns:
-        family, model and stepping as Linux numbers them (None elsewhere, or on other CPUs than x86); amx_bf16, whether
-        fp32 products may be rounded to bf16; capability, the instruction set that torch has chosen; libraries, the
-        lines of `torch.__config__` with the versions of MKL and oneDNN; variables, those of the environment that limit
-        instruction sets.
-    """
-    facts, torch = _cpu_facts(), sys.modules.get("torch")
-    names = {"family": "cpu family", "model": "model", "stepping": "stepping"}
-    found: dict[str, Any] = {key: int(facts[name]) if name in facts else None for key, name in names.items()}
-    found["amx_bf16"] = "amx_bf16" in cpu_flags()
-    found["capability"] = torch and torch.backends.cpu.get_cpu_capability()
-    lines = torch.__config__.show().split("\n") if torch else []
-    found["libraries"] = [line.strip(" -") for line in lines if "Math Kernel Library" in line or "MKL-DNN" in line]
-    return found | {"variables": {name: os.environ[name] for name in ROUNDING_VARIABLES if name in os.environ}}
-
-
-def _cpu_facts() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo; empty if this is not Linux."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
-    except OSError:
-        return {}
-    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.split("\n"))}

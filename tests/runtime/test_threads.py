@@ -8,7 +8,7 @@ import torch
 from entry_points import slurm_task
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lmscale.threads import share_cores
+from lmscale.runtime.cpu_settings import share_cores
 from lmscale.training.strategy import TensorParallelStrategy
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

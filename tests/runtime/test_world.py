@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lmscale.control_groups import cpu_quotas
 from lmscale.runtime import world
 from lmscale.runtime.world import COMPILE_WORKERS, World, is_first_rank, was_requeued, world_from_outside
 
@@ -223,23 +222,3 @@ def test_torch_reads_the_number_of_workers_in_the_ranks_that_the_launcher_starts
     command, kept["PYTHONPATH"] = [sys.executable, str(tmp_path / "start.py")], f"{REPOSITORY / 'src'}:{tmp_path}"
     done = subprocess.run(command, env=kept, capture_output=True, text=True, timeout=120)
     assert sorted(done.stdout.splitlines()) == ["left False", "workers 3", "workers 3"], done.stderr
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [(400_000, [4]), (150_000, [2]), (50_000, [1]), (None, [])])
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_cpu_quota_of_a_container_bounds_the_cores(tmp_path, version, quota, cpus) -> None:
-    top = tmp_path / "cpu" if version == 1 else tmp_path
-    group = top / "docker" / "0123"
-    group.mkdir(parents=True)
-    if version == 1:
-        (group / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
-        (group / "cpu.cfs_period_us").write_text("100000\n")
-    else:
-        (group / "cpu.max").write_text(f"{'max' if quota is None else quota} 100000\n")
-    line = "3:cpu,cpuacct:/docker/0123" if version == 1 else "0::/docker/0123"
-    assert list(cpu_quotas(["9:name=systemd:/", line], tmp_path)) == cpus
-
-
-def test_usable_cores_are_within_the_quota(monkeypatch) -> None:
-    monkeypatch.setattr(world, "cpu_quotas", lambda _: [1])
-    assert world.usable_cores() == 1

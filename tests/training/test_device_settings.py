@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lmscale.runtime import accelerator, cpu_settings, gpu_settings
+from lmscale.runtime import accelerator, machine
 from lmscale.training import kernel_choice, resolve
 
 MEASURE = """
@@ -41,20 +41,6 @@ def test_the_heap_keeps_tensors_of_24_mib_and_returns_those_of_64(mode: str, bou
     assert large < 16
 
 
-@pytest.mark.parametrize(
-    ("flags", "slow"),
-    [
-        ({"avx2"}, {"bf16", "fp16"}),
-        ({"avx2", "amx_bf16"}, {"fp16"}),
-        ({"avx512_bf16", "avx512_fp16"}, set()),
-        (set(), set()),
-    ],
-)
-def test_half_types_without_instructions_are_named(monkeypatch, flags, slow) -> None:
-    monkeypatch.setattr(cpu_settings, "cpu_flags", lambda: flags)
-    assert {dtype for dtype in ("fp64", "fp32", "bf16", "fp16") if cpu_settings.describe_slow_type(dtype)} == slow
-
-
 @pytest.fixture(autouse=True)
 def environment(monkeypatch) -> None:
     """A copy without the allocator's variables, so that what a test sets ends with it."""
@@ -66,11 +52,11 @@ def environment(monkeypatch) -> None:
 @pytest.mark.parametrize("name", accelerator.ALLOCATOR_VARIABLES)
 def test_the_allocator_grows_its_segments_unless_the_user_has_set_it(monkeypatch, name) -> None:
     accelerator.set_allocator()
-    assert gpu_settings.gpu_settings()["allocator"] == "expandable_segments:True"
+    assert accelerator.gpu_settings()["allocator"] == "expandable_segments:True"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv(name, "max_split_size_mb:512")
     accelerator.set_allocator()
-    assert gpu_settings.gpu_settings()["allocator"] == "max_split_size_mb:512"
+    assert accelerator.gpu_settings()["allocator"] == "max_split_size_mb:512"
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])
@@ -93,8 +79,8 @@ def test_a_sweep_over_deterministic_is_refused_because_cublas_reads_its_setting_
 def test_a_gpu_that_torch_cannot_use_is_refused_with_both_versions(tmp_path, monkeypatch, requested) -> None:
     (tmp_path / "nvidia0").touch()
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 2024\n")
-    monkeypatch.setattr(accelerator, "DEVICES", tmp_path)
-    monkeypatch.setattr(accelerator, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(
@@ -111,7 +97,7 @@ def test_the_allocator_is_set_before_a_gpu_is_asked_anything(monkeypatch, cuda_g
     found = {}
 
     def first_question(*_: object) -> None:
-        found.update(gpu_settings.gpu_settings())
+        found.update(accelerator.gpu_settings())
         raise LookupError
 
     monkeypatch.setattr(accelerator, "resolve_accelerator", lambda requested: "gpu")
@@ -135,8 +121,8 @@ def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatc
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     try:
         matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
-        gpu_settings.keep_partial_sums_in_fp32()
-        on_gpu = gpu_settings.gpu_settings()
+        accelerator.keep_partial_sums_in_fp32()
+        on_gpu = accelerator.gpu_settings()
     finally:
         matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
     assert on_gpu == {
@@ -144,4 +130,4 @@ def test_half_products_add_their_parts_in_fp32_and_the_record_says_so(monkeypatc
         "bf16_reduced_precision_reduction": False,
         "fp16_reduced_precision_reduction": False,
     }
-    assert gpu_settings.gpu_settings(on_gpu=False) is None
+    assert accelerator.gpu_settings(on_gpu=False) is None

@@ -1,9 +1,8 @@
-"""Free memory, of a host within control groups and of a GPU, without which a run is refused; no GPU is needed."""
+"""Free memory of a GPU, without which a run is refused; no GPU is needed."""
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,45 +13,10 @@ from lmscale.parallel import ParallelContext
 from lmscale.planner.memory import GIB, estimate_memory
 from lmscale.planner.workload import Workload
 from lmscale.runtime.exit_codes import USER_ERROR
-from lmscale.runtime.host_memory import host_memory_available, room_in_groups
 from lmscale.runtime.ranks import AgreedError, Ranks
 from lmscale.training import device_memory, pretrain, resolve
 from lmscale.training.agreement import Agreement
 from lmscale.training.session import new_trainer, run_on_this_rank
-
-
-def make_group(folder: Path, limit: str, used: int, cached: int, version: int) -> None:
-    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), 2: ("memory.max", "memory.current", "")}
-    limit_file, used_file, prefix = names[version]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / limit_file).write_text(f"{limit}\n")
-    (folder / used_file).write_text(f"{used}\n")
-    stat = {"anon": used - cached, f"{prefix}inactive_file": cached // 4, f"{prefix}active_file": cached - cached // 4}
-    (folder / "memory.stat").write_text("".join(f"{key} {value}\n" for key, value in stat.items()))
-
-
-def test_the_page_cache_of_a_container_is_free(tmp_path) -> None:
-    """As Docker shows it: the container's own group at the top, its path that of the host or `/`."""
-    make_group(tmp_path, str(200 * GIB), 200 * GIB - 4096, 150 * GIB, version=2)
-    for path in ("/", "/docker/0123"):
-        assert list(room_in_groups([f"0::{path}"], tmp_path)) == [150 * GIB + 4096]
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_every_group_above_counts(tmp_path, version: int) -> None:
-    """As Slurm makes them: a job's limit above a task's group without one."""
-    top = tmp_path / "memory" if version == 1 else tmp_path
-    make_group(top / "slurm" / "job_7" / "task_0", str(2**63 - 4096) if version == 1 else "max", GIB, 0, version)
-    make_group(top / "slurm" / "job_7", str(8 * GIB), 3 * GIB, 2 * GIB, version)
-    make_group(top / "slurm", str(16 * GIB), 4 * GIB, 0, version)
-    line = "4:memory:/slurm/job_7/task_0" if version == 1 else "0::/slurm/job_7/task_0"
-    assert min(room_in_groups(["9:name=systemd:/", line], tmp_path)) == 7 * GIB
-
-
-def test_without_groups_the_host_counts(tmp_path) -> None:
-    assert list(room_in_groups([], tmp_path)) == list(room_in_groups(["0::/", "4:memory:/a"], tmp_path)) == []
-    assert 2**20 < host_memory_available() < 2**60
-
 
 TOTAL = 80 * GIB
 

@@ -178,7 +178,7 @@ def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_p
 
 def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(accelerator, "world_from_outside", lambda: World("srun", 2, 2, 0, 0))
-    monkeypatch.setattr(accelerator, "_may_have_gpu", lambda: True)
+    monkeypatch.setattr(accelerator, "may_have_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="must see the GPUs of all 2 ranks of its node, but sees 1 .*--gpus-per-node"):

@@ -11,9 +11,8 @@ from lmscale.kernels import Kernels
 from lmscale.models import build_model
 from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
-from lmscale.runtime.accelerator import check_products, set_allocator
+from lmscale.runtime.accelerator import check_products, keep_partial_sums_in_fp32, set_allocator
 from lmscale.runtime.cpu_settings import keep_heap
-from lmscale.runtime.gpu_settings import keep_partial_sums_in_fp32
 from lmscale.training.kernel_choice import choose_attention
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 from lmscale.training.step.training_module import DTYPES

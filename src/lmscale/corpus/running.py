@@ -20,7 +20,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from ..data.indexed_corpus import TOKENIZER
-from ..runtime.world import usable_cores
+from ..runtime.machine import usable_cores
 from ..shared_files import check_sockets
 from .cleaning import DropDocuments, EditText, join_story_lines, judge_language, judge_length, repair_text
 from .collecting import ScatterDocuments, check_ids, sort_shard

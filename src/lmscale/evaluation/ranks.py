@@ -11,12 +11,12 @@ import torch.distributed as dist
 from ..config import Layout
 from ..parallel import ParallelContext, make_context
 from ..parallel.rendezvous import start_process_group
+from ..runtime.cpu_settings import share_cores
 from ..runtime.exit_codes import USER_ERROR
 from ..runtime.lost_rank import end_rank
 from ..runtime.ranks import Ranks, make_ranks
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import World, world_from_outside
-from ..threads import share_cores
 
 TIMEOUT = timedelta(minutes=30)  # of a collective: a rank that waits longer fails
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ..parallel import ParallelContext
 from ..results import new_record, write_record
-from ..runtime.gpu_settings import device_name, gpu_settings
+from ..runtime.accelerator import gpu_settings
+from ..runtime.machine import device_name
 from ..runtime.run_lock import run_folder_errors
 from ..training.announcement import describe_channel
 from ..training.callbacks.diagnosis import count_updates

@@ -1,18 +1,15 @@
-"""The accelerator of a run: which it is, and how torch's allocator is set before a GPU is used."""
+"""The accelerator of a run: which it is, and what lmscale sets in torch for a GPU and reports in a run's record."""
 
-import ctypes
 import os
-import re
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from .machine import has_nvidia_gpu, may_have_gpu, nvidia_driver
 from .world import world_from_outside
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # today's name, and the older one
 EXPANDABLE = "expandable_segments:True"
 # The least compute capability that has the products of a type (Ampere; Ada), and the type to take below it.
 _CAPABILITIES = {"bf16": ((8, 0), "fp16"), "fp8": ((8, 9), "bf16")}
-DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/version")
 _cuda_graphs: set[bool] = set()  # whether the jobs of this process so far use them
 
 
@@ -23,16 +20,16 @@ def resolve_accelerator(requested: str) -> Literal["cpu", "gpu"]:
         ValueError: `gpu` without a GPU that torch can use, or a rank does not see the GPUs of its node's ranks; `auto`
             where the machine has a GPU that torch cannot use.
     """
-    if requested == "cpu" or (requested == "auto" and not _may_have_gpu() and not _has_nvidia_gpu()):
+    if requested == "cpu" or (requested == "auto" and not may_have_gpu() and not has_nvidia_gpu()):
         return "cpu"
     import torch
 
     if not torch.cuda.is_available():
-        if _has_nvidia_gpu():
+        if has_nvidia_gpu():
             built_for = "CPUs" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
             raise ValueError(
                 f"`trainer.accelerator` must be cpu where torch cannot use the machine's GPUs, but is {requested}: "
-                f"torch {torch.__version__} is built for {built_for}, the driver is {_driver_version()} "
+                f"torch {torch.__version__} is built for {built_for}, the driver is {nvidia_driver()} "
                 "(CUDA 13 needs 580 or newer, CUDA 12 525)"
             )
         if requested == "gpu":
@@ -62,28 +59,6 @@ def check_products(dtype: str) -> None:
         )
 
 
-def _may_have_gpu() -> bool:
-    """Whether torch might find a GPU: NVIDIA's driver is installed, or the kernel has AMD's device."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return Path("/dev/kfd").exists()
-    return True
-
-
-def _has_nvidia_gpu() -> bool:
-    """Whether this process may open a GPU of NVIDIA's, whatever torch can use."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    return not hidden and any(DEVICES.glob("nvidia[0-9]*"))
-
-
-def _driver_version() -> str:
-    try:
-        return re.search(r"\d+\.\d[\d.]*", DRIVER.read_text(encoding="utf-8"))[0]
-    except (OSError, TypeError):  # no such file, or no number in it
-        return "unknown"
-
-
 def set_allocator(cuda_graphs: bool = False) -> None:
     """Let the segments of the allocator grow, unless the user has set the allocator; before CUDA is initialized.
 
@@ -104,3 +79,29 @@ def set_allocator(cuda_graphs: bool = False) -> None:
     _cuda_graphs.add(cuda_graphs)
     if not cuda_graphs:
         os.environ[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
+
+
+def keep_partial_sums_in_fp32() -> None:
+    """Forbid cuBLAS to add the parts of a split product in a half type, which torch allows by default.
+
+    A product is split where few tiles would leave a GPU idle, so that the rounding would change with tp_size and the
+    micro-batch. Each part is added in fp32 either way.
+    """
+    import torch
+
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def gpu_settings(on_gpu: bool = True) -> dict[str, Any] | None:
+    """The settings in effect, for a record; None on a CPU."""
+    if not on_gpu:
+        return None
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    return {
+        "allocator": next((os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ), None),
+        "bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+    }

@@ -1,29 +1,47 @@
-"""What lmscale sets in a process that computes on a CPU."""
+"""What lmscale sets in a rank's process on a CPU: the number of threads, and what the heap keeps."""
 
 import ctypes
+import os
+import re
 import sys
 
-from ..results import cpu_flags
+import torch
+
+from .machine import usable_cores
+from .world import world_from_outside
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt(3)
 _MAPPED_BYTES = 32 * 2**20  # glibc's own value once it has freed tensors of about that size
 _NEVER = 2**31 - 1
 
-_INSTRUCTIONS = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
 
+def share_cores(requested: int | None = None) -> tuple[int, str]:
+    """Set this rank's number of CPU threads.
 
-def describe_slow_type(dtype: str) -> str:
-    """A sentence if this processor, of x86, has no instructions for a half type; otherwise empty.
+    Args:
+        requested: by the configuration, which precedes OMP_NUM_THREADS; without either the ranks of this host share the
+            cores.
 
-    bf16 trained 175 instead of 619 tokens/s on an Ice Lake, and 60 instead of 900 on an AMD EPYC with AVX2 (once each).
+    Returns:
+        the number, and what decided it, in words. torchrun sets OMP_NUM_THREADS to 1 if it is not set, so that a 1 of
+        a torchrun with several ranks decides nothing. Ranks that are tasks of `srun` have its `--cpus-per-task`, and
+        may be bound to these cores.
     """
-    names, flags = _INSTRUCTIONS.get(dtype, set()), cpu_flags()
-    if not names or not flags or names & flags:
-        return ""
-    return (
-        f"this CPU has no instructions for {dtype} ({', '.join(sorted(names))}): "
-        "precision=fp32 was 3 to 15 times as fast on such CPUs"
-    )
+    world = world_from_outside()
+    local_size = 1 if world is None else world.local_size
+    given = re.match(r"\s*([1-9]\d*)", os.environ.get("OMP_NUM_THREADS", ""))  # OpenMP also takes a list, one per level
+    set_by_torchrun = local_size > 1 and world.launcher == "torchrun" and given and given[1] == "1"
+    cores = usable_cores()
+    if requested is not None:
+        threads, reason = requested, "trainer.num_threads"
+    elif given and not set_by_torchrun:
+        threads, reason = int(given[1]), "OMP_NUM_THREADS"
+    elif local_size > 1 and world.num_cores:
+        threads, reason = min(world.num_cores, cores), "--cpus-per-task"
+    else:
+        threads, reason = max(1, cores // local_size), f"an equal share of {cores} cores"
+    torch.set_num_threads(threads)
+    return threads, reason
 
 
 def keep_heap() -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ..control_groups import cpu_quotas, own_groups
+from .machine import usable_cores
 
 asked_to_stop = False  # by a signal that a job of this process has recorded: a sweep starts no other job
 COMPILE_WORKERS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -123,12 +123,6 @@ def join_ranks() -> World:
     if world.local_size > 1:
         bound_compile_workers(world.local_size, world.num_cores)
     return world
-
-
-def usable_cores() -> int:
-    """Cores that this process may use, within the quota of its control groups, as of `docker run --cpus=4`."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min([cores, *cpu_quotas(own_groups())])
 
 
 def bound_compile_workers(local_size: int, num_cores: int | None = None) -> None:

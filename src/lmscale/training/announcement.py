@@ -10,7 +10,7 @@ from ..data.prepare import describe_repetition
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
-from ..runtime.cpu_settings import describe_slow_type
+from ..runtime.machine import describe_slow_type
 from ..runtime.messages import warn
 from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS

@@ -10,8 +10,8 @@ from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
 from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, with_other_stages
-from ..runtime.host_memory import host_memory_available
-from ..runtime.world import World, usable_cores
+from ..runtime.machine import host_memory_available, usable_cores
+from ..runtime.world import World
 from ..shared_files import check_sockets
 
 WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.pretrain import RunConfig
 from ..kernels import Kernels, apex_problem
-from ..runtime.world import usable_cores
+from ..runtime.machine import usable_cores
 
 # From analysis/benchmarks/records/attention_cpu.json, two cores: a compiled step in bf16 takes 15 to 39 % less time
 # than eager sdpa, and the compiler takes up to 35 s with an empty cache. An eager step computes up to 0.18 TFLOP/s per

@@ -21,7 +21,7 @@ from ..planner.memory import GIB
 from ..planner.plan import Plan
 from ..planner.question import plans_of_machine
 from ..results import new_record, record_path, write_record
-from ..runtime.world import usable_cores
+from ..runtime.machine import usable_cores
 
 LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
 WARM_UP_STEPS, TIMED_STEPS = 3, 7

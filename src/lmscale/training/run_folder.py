@@ -11,8 +11,9 @@ from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished, set_aside
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..results import new_record, write_record
+from ..runtime.accelerator import gpu_settings
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
-from ..runtime.gpu_settings import device_name, gpu_settings
+from ..runtime.machine import device_name
 from ..runtime.messages import print_error, warn
 from ..runtime.run_lock import run_folder_errors
 from ..shared_files import write_atomically

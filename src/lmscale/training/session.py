@@ -18,16 +18,15 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from ..checkpoint import CheckpointError
 from ..parallel.shared_memory import SharedMemoryError
 from ..runtime import world as outside
-from ..runtime.cpu_settings import keep_heap
+from ..runtime.accelerator import keep_partial_sums_in_fp32
+from ..runtime.cpu_settings import keep_heap, share_cores
 from ..runtime.exit_codes import DONE, USER_ERROR
-from ..runtime.gpu_settings import keep_partial_sums_in_fp32
 from ..runtime.interruption import Interruption
 from ..runtime.lost_rank import abort_nccl, end_rank
 from ..runtime.ranks import AgreedError
 from ..runtime.run_lock import RunLock
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import join_ranks, world_from_outside
-from ..threads import share_cores
 from .job import Job
 from .strategy import TensorParallelStrategy
 

@@ -8,7 +8,7 @@ import lightning as L
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step
 from ...runtime.exit_codes import DIVERGED
-from ...runtime.gpu_settings import device_name
+from ...runtime.machine import device_name
 from ..agreement import Agreement
 from ..resolve import ResolvedRun
 from ..session import RankSession
