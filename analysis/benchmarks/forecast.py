@@ -28,10 +28,10 @@ from analysis.scaling.study import with_rates
 from lmscale.cli.errors import one_line_errors
 from lmscale.config import RECOMPUTE_MODES, Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
-from lmscale.planner import operations
 from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import with_busy_device
+from lmscale.planner.step_operations import HOST_SYNCS
 from lmscale.planner.workload import Workload
 from lmscale.results import new_record, path_argument, record_argument, report
 
@@ -174,7 +174,7 @@ def metrics_of(name: str, plan: Plan, traced: bool = False) -> dict[str, dict]:
     return ({} if traced else timed) | {
         f"{name}memory_peak": {"value": plan.needed_bytes / GIB, "unit": "GiB"},
         f"{name}launches": {"value": sum(row.launches for row in plan.rows), "unit": "kernels/step"},
-        f"{name}host_syncs": {"value": operations.HOST_SYNCS, "unit": "per step"},
+        f"{name}host_syncs": {"value": HOST_SYNCS, "unit": "per step"},
     }
 
 

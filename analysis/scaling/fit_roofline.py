@@ -35,8 +35,8 @@ from analysis.scaling.study import with_rates
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.planner.operation import Operation, product, times
-from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
+from lmscale.planner.step_operations import step_operations
 from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, report
 

@@ -21,8 +21,8 @@ from lmscale.paper import GPT_VOCABULARY, SEQ_LENGTH
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.flops import TERA, hardware_flops_per_step
 from lmscale.planner.operation import Operation
-from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters
+from lmscale.planner.step_operations import step_operations
 from lmscale.planner.step_time import StepTime, message_rows, operation_rows
 from lmscale.planner.workload import HALF_BYTES, Workload
 

@@ -42,7 +42,7 @@ from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
 from lmscale.training.checkpoints.resuming import agree_on_checkpoint
 from lmscale.training.checkpoints.saving import Checkpointing
-from lmscale.training.metrics_file import MetricsFile
+from lmscale.training.loggers import MetricsFile
 from lmscale.training.run_folder import prepare_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows file descriptors through /proc")

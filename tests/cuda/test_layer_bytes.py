@@ -12,7 +12,7 @@ import pytest
 from lmscale.config import Layout, TransformerConfig
 from lmscale.planner.layer_operations import NORM_INPUT_BYTES, LayerCounts
 from lmscale.planner.memory import estimate_memory
-from lmscale.planner.operations import step_operations
+from lmscale.planner.step_operations import step_operations
 from lmscale.planner.workload import BYTES, Workload
 
 pytestmark = pytest.mark.slow

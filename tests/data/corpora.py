@@ -6,10 +6,9 @@ import numpy as np
 
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.indexed_corpus import identity_of
-from lmscale.data.indexed_dataset import IndexedDataset
+from lmscale.data.indexed_dataset import CorpusPart, IndexedDataset
 from lmscale.data.indexed_writer import IndexedWriter
-from lmscale.data.prepare import prepare_corpus
-from lmscale.data.prepared import CorpusPart, PreparedCorpus
+from lmscale.data.prepare import PreparedCorpus, prepare_corpus
 
 
 def prepare_texts(folder: Path, texts: list[str], architecture: str, **changes) -> PreparedCorpus:

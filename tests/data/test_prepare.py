@@ -18,12 +18,12 @@ from lmscale.data.embedded import MODULES, embedded_documents
 from lmscale.data.gpt_dataset import GPTDataset
 from lmscale.data.indexed_dataset import IndexedDataset
 from lmscale.data.prepare import (
+    PreparedCorpus,
     corpus_unigram_cross_entropy,
     describe_repetition,
     prepare_corpus,
     unigram_cross_entropy,
 )
-from lmscale.data.prepared import PreparedCorpus
 from lmscale.data.sentences import split_sentences
 from lmscale.data.tokenizer import END_OF_TEXT
 

@@ -17,8 +17,8 @@ from lmscale.parallel import ParallelContext
 from lmscale.planner import communication
 from lmscale.planner.communication import micro_batch_collectives, replicated_parameters, step_collectives
 from lmscale.planner.flops import hardware_flops_per_step, num_recomputed_whole
-from lmscale.planner.operations import step_operations
 from lmscale.planner.params import count_parameters, rank_buffer, stage_placements
+from lmscale.planner.step_operations import step_operations
 from lmscale.planner.workload import Workload
 from lmscale.training.step.gradient_buffer import GradientBuffer
 

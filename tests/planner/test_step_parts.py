@@ -16,12 +16,12 @@ from lmscale.planner.communication import micro_batch_collectives, step_collecti
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.layer_operations import MAGNITUDE, LayerCounts
 from lmscale.planner.operation import Operation
-from lmscale.planner.operations import OPTIMIZER_LAUNCHES, step_operations
 from lmscale.planner.overlap import _waits, exposed_shares
 from lmscale.planner.params import count_parameters
 from lmscale.planner.plan import Plan
 from lmscale.planner.plan_table import format_plan, short_number
 from lmscale.planner.search import describe_host
+from lmscale.planner.step_operations import OPTIMIZER_LAUNCHES, step_operations
 
 
 def total(operations: list[Operation], name: str) -> int:

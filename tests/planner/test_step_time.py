@@ -15,10 +15,10 @@ from lmscale.config import Layout, TransformerConfig
 from lmscale.config.cluster import Calibration, Cluster, Peaks, Roofline, load_cluster
 from lmscale.planner.communication import Collective, micro_batch_collectives
 from lmscale.planner.operation import product
-from lmscale.planner.operations import step_operations
 from lmscale.planner.plan import Plan
 from lmscale.planner.plan_table import format_operations, slowest_first
 from lmscale.planner.search import rank_on_machine
+from lmscale.planner.step_operations import step_operations
 from lmscale.planner.step_time import StepTime, crosses_nodes, message_rows, message_s
 from lmscale.planner.workload import Workload
 

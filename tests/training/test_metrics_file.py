@@ -14,7 +14,7 @@ from lmscale.parallel import ParallelContext
 from lmscale.runtime.watchdog import Watchdog
 from lmscale.training.callbacks.step_report import StepReport
 from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
-from lmscale.training.metrics_file import LinesFile, MetricsFile
+from lmscale.training.loggers import LinesFile, MetricsFile
 from lmscale.training.module import BERTModule, GPTModule
 from lmscale.training.session import Ending
 
@@ -154,7 +154,7 @@ def test_a_metric_that_only_the_later_part_has_gets_a_column(tmp_path, monkeypat
     second.resume_at(2)
     write(second, range(3, 4))
     with monkeypatch.context() as patched:
-        patched.setattr("lmscale.training.metrics_file.write_atomically", full)
+        patched.setattr("lmscale.training.loggers.write_atomically", full)
         second.log_metrics({"train/loss": 0.2, "lr": 0.1, "mfu": 0.4}, 4)
         assert [row["step"] for row in rows(second.path)] == ["1", "2", "3"]
     second.log_metrics({"train/loss": 0.2, "lr": 0.1, "mfu": 0.5}, 5)

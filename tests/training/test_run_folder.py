@@ -27,7 +27,7 @@ from lmscale.runtime.run_lock import RunLock, check_not_in_use
 from lmscale.shared_files import lock
 from lmscale.training import agreement, announcement
 from lmscale.training.announcement import describe_options, describe_scored, warn_of_cost
-from lmscale.training.metrics_file import MetricsFile
+from lmscale.training.loggers import MetricsFile
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 from lmscale.training.run_folder import METRICS, prepare_folder

@@ -8,8 +8,8 @@ import numpy as np
 from ..config.data import DataConfig
 from .bert_index import TargetLengths, write_pairs
 from .index_cache import cached_index
-from .indexed_dataset import IndexedDataset
-from .prepared import CorpusPart, PreparedCorpus
+from .indexed_dataset import CorpusPart, IndexedDataset
+from .prepare import PreparedCorpus
 from .sampler import EpochShuffle
 
 IGNORE_LABEL = -100

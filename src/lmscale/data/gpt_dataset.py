@@ -7,8 +7,8 @@ import numpy as np
 from ..config.data import DataConfig
 from .gpt_index import GPTOrder, write_windows
 from .index_cache import cached_index
-from .indexed_dataset import IndexedDataset, concatenate_ranges
-from .prepared import CorpusPart, PreparedCorpus
+from .indexed_dataset import CorpusPart, IndexedDataset, concatenate_ranges
+from .prepare import PreparedCorpus
 
 
 class GPTDataset:

@@ -12,8 +12,7 @@ import numpy as np
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm
 from .bert_index import usable_documents
-from .indexed_dataset import IndexedDataset
-from .prepared import CorpusPart
+from .indexed_dataset import CorpusPart, IndexedDataset
 from .tokenizer import Tokenizer, load_published_tokenizer, read_tokenizer, write_tokenizer
 
 MANIFEST, MANIFEST_FORMAT = "manifest.json", 1  # of a folder of prepare_data.py

@@ -10,6 +10,7 @@ Source: the format of Megatron-LM's `data/indexed_dataset.py`, as written by its
 import os
 import struct
 import time
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -25,6 +26,24 @@ CHUNK = 1 << 22  # entries processed at once
 # sequence. A run opens the same dataset several times, and validating a large index takes seconds.
 _VALIDATED: dict[tuple, bool] = {}
 _SETTLED_S = 2.0  # a more recently modified file may change again within one tick of the file system's clock
+
+
+@dataclass(frozen=True)
+class CorpusPart:
+    """A range of documents of one indexed dataset.
+
+    Args:
+        prefix: path of the files without suffix.
+        first, last: the part consists of the documents [first, last).
+        identity: hash of the dataset, which seeds its shuffles and names its indices.
+        weight: fraction of the samples, relative to the other parts.
+    """
+
+    prefix: str
+    first: int
+    last: int
+    identity: str
+    weight: float = 1.0
 
 
 class IndexedDataset:

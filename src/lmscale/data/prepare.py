@@ -1,9 +1,11 @@
-"""Tokenize a corpus into token files in the cache, once per corpus and tokenizer."""
+"""The prepared corpus of a run: tokenized into token files in the cache, once per corpus and tokenizer."""
 
 import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -16,12 +18,11 @@ from ..config.family import CorpusForm, family_of, load
 from ..shared_files import build_folder
 from ..text.input_files import list_files
 from .indexed_corpus import TOKENIZER, IndexedCorpus
-from .indexed_dataset import IndexedDataset
+from .indexed_dataset import CorpusPart, IndexedDataset
 from .indexed_writer import IndexedWriter, best_dtype
-from .prepared import CorpusPart, PreparedCorpus
 from .sentences import document_encoder
 from .sources import Documents, open_corpus
-from .tokenizer import UNKNOWN, Tokenizer, load_tokenizer
+from .tokenizer import UNKNOWN, Tokenizer, load_tokenizer, read_tokenizer
 
 FORMAT_VERSION = 8  # incremented when the same files give other tokens or notes, to read cached ones again
 UNIGRAM_TOKENS = 1 << 26  # read per dataset, at most: enough for a unigram model, and takes about a second
@@ -31,6 +32,42 @@ _FEWER_UNKNOWN = {  # by `note_unknown`'s kind
     None: "take a model pretrained on such texts",
 }
 _BATCH = 1000  # documents tokenized at once
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """Indexed datasets of one corpus and what is known of them; small and picklable.
+
+    Args:
+        folder: contains tokenizer.json, the tokenizer of the tokens.
+        make_samples: builds the family's samples, see `Family.samples`.
+        special_ids: id by token, of the family's `special_tokens`.
+        manifest: `sha256` and counts of both splits, source notes, versions. `notes`, which are not in the file, are
+            lines for the user on differences from the request.
+        parts: the datasets to blend, by split (train, validation).
+        index_folder: folder of the sample indices.
+        shuffles_documents: whether GPT's training documents are shuffled before they are concatenated; a small corpus
+            is read in order.
+    """
+
+    folder: str
+    make_samples: Callable
+    vocab_size: int
+    special_ids: dict[str, int]
+    manifest: dict
+    parts: dict[str, tuple[CorpusPart, ...]]
+    index_folder: str
+    shuffles_documents: bool = False
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the tokenized training text."""
+        identity = self.manifest["train"]["sha256"] + self.manifest["tokenizer"]
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Load the tokenizer of the tokens."""
+        return read_tokenizer(Path(self.folder) / "tokenizer.json")
 
 
 def prepare_corpus(

@@ -12,7 +12,7 @@ from ..config.data import DataConfig
 from ..config.pretrain import RunConfig
 from ..config.validation import describe_excess, most_samples
 from .permutation import Permutation
-from .prepared import PreparedCorpus
+from .prepare import PreparedCorpus
 
 DATASET_SHIFT = 40  # bits of a reference's index for the sample; the dataset's number is stored above them
 

@@ -17,7 +17,7 @@ from ..runtime.run_lock import check_not_in_use, run_folder_errors
 from ..runtime.world import is_first_rank, world_from_outside
 from ..training.device_memory import check_free_memory
 from ..training.fit import check_copies, finetuning_workload, resolve_layout, state_bytes
-from ..training.metrics_file import MetricsFile
+from ..training.loggers import MetricsFile
 from ..training.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .features import Features, load_features

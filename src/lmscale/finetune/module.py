@@ -14,7 +14,7 @@ from ..checkpoint import checkpoint_name
 from ..config.finetune import FinetuneConfig
 from ..parallel.data_collectives import sum_over_data_ranks
 from ..runtime.exit_codes import DIVERGED, DONE
-from ..training.metrics_file import LinesFile
+from ..training.loggers import LinesFile
 from ..training.session import RankSession
 from ..training.step.training_module import TrainingModule
 from .batches import Batch

@@ -11,7 +11,7 @@ from ..runtime.machine import device_name
 from ..runtime.run_lock import run_folder_errors
 from ..training.announcement import describe_channel
 from ..training.callbacks.diagnosis import count_updates
-from ..training.metrics_file import training_losses
+from ..training.loggers import training_losses
 from ..training.run_folder import warn_of_no_progress, write_first_files
 from .features import Features
 from .module import FinetuneModule

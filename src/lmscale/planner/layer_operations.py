@@ -1,6 +1,6 @@
 """Operations of one transformer layer, compiled for a GPU: each row is a kernel, or a kernel and its small reductions.
 
-Legend: as in `operations.py`; own tokens of a rank outside the parallel region, b s or with sequence parallelism
+Legend: as in `step_operations.py`; own tokens of a rank outside the parallel region, b s or with sequence parallelism
 b s / p.
 """
 

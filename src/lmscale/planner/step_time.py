@@ -11,9 +11,9 @@ from .communication import Collective, step_collectives
 from .host import host_s
 from .memory import keeps_scores
 from .operation import Operation
-from .operations import step_operations
 from .overlap import exposed_shares
 from .params import distinct_stages
+from .step_operations import step_operations
 from .workload import Workload
 
 _PARTS = {"product": "matmul", "attention": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}

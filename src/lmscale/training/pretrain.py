@@ -16,8 +16,7 @@ from .announcement import warn_of_cost
 from .callbacks.order import add_callbacks
 from .checkpoints.resuming import check_data_digest
 from .device_memory import check_free_memory
-from .events import optional_loggers
-from .metrics_file import MetricsFile
+from .loggers import MetricsFile, optional_loggers
 from .module import PretrainModule
 from .resolve import ResolvedRun
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record

@@ -12,8 +12,7 @@ from pathlib import Path
 from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
 from ..config.pretrain import RunConfig
-from ..data.prepare import check_corpus, prepare_corpus
-from ..data.prepared import PreparedCorpus
+from ..data.prepare import PreparedCorpus, check_corpus, prepare_corpus
 from ..data.sampler import resolve_validation
 from ..data.tokenizer import check_tokenizer
 from ..kernels import Kernels

@@ -23,7 +23,7 @@ from .callbacks.diagnosis import count_updates, first_cause
 from .callbacks.step_report import StepReport
 from .checkpoints.resuming import CHECKPOINTS
 from .device_memory import memory_metrics
-from .metrics_file import MetricsFile, training_losses
+from .loggers import MetricsFile, training_losses
 from .resolve import ResolvedRun
 from .session import RankSession
 

@@ -17,7 +17,7 @@ from ...models.layer import TransformerLayer
 from ...parallel import gather_tokens
 from ...parallel.pipeline import gather_from_stages
 from ...shared_files import write_atomically
-from ..metrics_file import LinesFile
+from ..loggers import LinesFile
 from ..run_folder import keep_damaged
 from .layer_gradients import layer_gradient_norms
 

@@ -1,23 +1,25 @@
-"""metrics.csv: one row per reported step, each exactly once, across any number of resumes; and files of JSON lines."""
+"""Where a run logs its metrics: metrics.csv, files of JSON lines, TensorBoard, Weights & Biases."""
 
 import csv
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
+from tensorboard.compat.proto.summary_pb2 import Summary
 
+from ..config.pretrain import RunConfig
 from ..runtime.messages import warn
 from ..shared_files import write_atomically
 
 
 class MetricsFile(Logger):
-    """A CSV file whose rows are on disk as soon as their step is done.
+    """metrics.csv: a row per reported step, each exactly once across any number of resumes, on disk when it is done.
 
     Lightning's CSVLogger deletes existing rows when it opens a folder. This logger keeps the rows up to the step that
     training resumes from and removes the later ones, which will be written again. Validation losses are added to the
@@ -175,3 +177,25 @@ class LinesFile:
             return error
         self.kept, self.offset = b"", None
         return None
+
+
+def optional_loggers(run: RunConfig, run_dir: Path) -> list[Logger]:
+    """The loggers that `logger=` switches on."""
+    loggers: list[Logger] = []
+    if run.logger.tensorboard:
+        loggers.append(StepEvents(run_dir, name="tensorboard", version=""))
+    if run.logger.wandb:
+        from lightning.pytorch.loggers import WandbLogger  # wandb is optional and may not be installed
+
+        loggers.append(WandbLogger(name=run.name, project=run.logger.project, save_dir=run_dir))
+    return loggers
+
+
+class StepEvents(TensorBoardLogger):
+    """TensorBoard logger that writes one event per step; Lightning's writes one per metric (0.5 ms more per step)."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Write the metrics of one step, by name."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self.experiment._get_file_writer().add_summary(Summary(value=values), step)
