@@ -18,7 +18,7 @@ from lmscale.planner.plan_table import (
     ranking_to_dict,
     slowest_first,
 )
-from lmscale.planner.question import describe_validation, plan_layout, rank
+from lmscale.planner.question import describe_validation_cost, plan_layout, rank
 from lmscale.runtime.machine import describe_slow_type
 
 
@@ -28,7 +28,7 @@ def plan(values: dict) -> None:
     if question.measure:
         measure(question, of_training(values["overrides"]))
         return
-    answers, text = {"name": question.name, "validation": describe_validation(question)}, []
+    answers, text = {"name": question.name, "validation": describe_validation_cost(question)}, []
     if not question.best:
         found = plan_layout(question)
         if not question.cluster.is_gpu and (slow := describe_slow_type(found[0].job.dtype)):

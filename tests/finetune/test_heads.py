@@ -58,9 +58,9 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
     same = model_of(config).with_head(kind.value)
     other = getattr(transformers, same.model_class)(published).double().eval()
     state, weights = other.state_dict(), dict(model.named_parameters())
-    for row in same.rows(config):
-        if row.ours in weights:
-            state[row.theirs].copy_(row.to_theirs(same.fold(row.ours, weights[row.ours].detach(), config), config))
+    for pair in same.pairs(config):
+        if pair.ours in weights:
+            state[pair.theirs].copy_(pair.to_theirs(same.fold(pair.ours, weights[pair.ours].detach(), config), config))
     return other
 
 

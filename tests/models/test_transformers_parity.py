@@ -23,9 +23,9 @@ from lmscale.parallel import ParallelContext
 
 def to_transformers(tensors: Mapping[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
     """Full tensors (tp_size 1), weights or gradients, with the published model's names and layouts."""
-    rows = model_of(config).rows(config)
-    assert {row.ours for row in rows} == set(tensors)
-    return {row.theirs: row.to_theirs(tensors[row.ours], config) for row in rows}
+    pairs = model_of(config).pairs(config)
+    assert {pair.ours for pair in pairs} == set(tensors)
+    return {pair.theirs: pair.to_theirs(tensors[pair.ours], config) for pair in pairs}
 
 
 def published_model(config: TransformerConfig) -> nn.Module:

@@ -91,7 +91,7 @@ def hugging_face_model(bench: BenchConfig) -> nn.Module:
     config = bench.transformer_config()  # weights are the same with any
     ours = dict(build_model(config, ParallelContext(), seed=bench.seed).named_parameters())
     model = getattr(transformers, model_of(config).model_class)(config_to_hf(config, "float32", {}))
-    weights = {row.theirs: row.to_theirs(ours[row.ours].detach(), config) for row in model_of(config).rows(config)}
+    weights = {pair.theirs: pair.to_theirs(ours[pair.ours].detach(), config) for pair in model_of(config).pairs(config)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = [name for name in missing if "lm_head" not in name and "decoder" not in name and "position_ids" not in name]
     assert not tied and not unexpected, (tied, unexpected)

@@ -8,7 +8,7 @@ from datatrove.data import Document, DocumentsPipeline
 
 from ..config.corpus import SourceConfig
 from ..text.documents import SURROGATE, FileReport, ReadRules, read_documents, read_file, reason_of
-from ..text.formats import Row, row_of
+from ..text.formats import TextRow, row_of
 from .inputs import InputFile
 from .plan import PlannedStep, save_json
 from .progress import Meter
@@ -102,7 +102,7 @@ def check_first_documents(inputs: Iterable[InputFile], sources: dict[str, Source
         )
 
 
-def _rows_of_part(file: InputFile, config: SourceConfig) -> Iterator[Row]:
+def _rows_of_part(file: InputFile, config: SourceConfig) -> Iterator[TextRow]:
     """Stream the rows of one part of a Hugging Face dataset, numbered from 1."""
     import datasets
 

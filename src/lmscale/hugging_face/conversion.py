@@ -22,7 +22,7 @@ from ..checkpoint.tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 from ..config import TransformerConfig
 from ..config.checks import list_some
 from ..models import build_model
-from ..models.hugging_face import Row, model_of
+from ..models.hugging_face import TensorPair, model_of
 from ..parallel import ParallelContext
 from .compare import compare_models
 from .config import config_from_hf, config_to_hf, generation_to_hf, hf_model, read_hf_config
@@ -72,7 +72,7 @@ def export_hugging_face(
         _set_dropout(head, published, model.model_class)
     generation = generation_to_hf(config, token_ids)
     our_shapes = model_shapes(config, build)
-    rows = [row for row in model.rows(config) if row.ours in our_shapes]
+    pairs = [pair for pair in model.pairs(config) if pair.ours in our_shapes]
     # Those of the heads: the rest has been checked.
     missing = sorted(f"model/{name}" for name in our_shapes if f"model/{name}" not in metadata.tensors)
     if missing:
@@ -82,12 +82,12 @@ def export_hugging_face(
         if found != shape:
             raise CheckpointError(f"checkpoint {path.name}: model/{name} must be {shape}, but is {found}")
     shapes = {}
-    for row in rows:
-        on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
-        shapes[row.theirs] = tuple(row.to_theirs(on_meta, config).shape), dtype
+    for pair in pairs:
+        on_meta = torch.empty(our_shapes[pair.ours][0], device="meta")
+        shapes[pair.theirs] = tuple(pair.to_theirs(on_meta, config).shape), dtype
     check_target(target, sum(num_bytes(*entry) for entry in shapes.values()))
     with _FoldedReader(path, own_config) as reader, atomic_folder(target) as folder:
-        write_hf_files(folder, shapes, _read_theirs(reader, rows, config, dtype), max_file_bytes)
+        write_hf_files(folder, shapes, _read_theirs(reader, pairs, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
         if generation is not None:
             generation.save_pretrained(folder)
@@ -125,12 +125,12 @@ class _FoldedReader(CheckpointReader):
 
 
 def _read_theirs(
-    reader: CheckpointReader, rows: list[Row], config: TransformerConfig, dtype: torch.dtype
+    reader: CheckpointReader, pairs: list[TensorPair], config: TransformerConfig, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, group in itertools.groupby(rows, key=lambda row: row.ours):
+    for name, group in itertools.groupby(pairs, key=lambda pair: pair.ours):
         ours = reader.read(f"model/{name}")
-        for row in group:
-            yield row.theirs, row.to_theirs(ours, config).to(dtype)
+        for pair in group:
+            yield pair.theirs, pair.to_theirs(ours, config).to(dtype)
 
 
 def import_hugging_face(
@@ -175,10 +175,10 @@ def import_hugging_face(
                 f"but is {config.num_layers}"
             )
         our_shapes = model_shapes(config, build)
-        rows = [row for row in reader.model.rows(config) if row.ours in our_shapes]
-        fresh = _check_tensors(reader, rows, our_shapes, config, initialize_missing_heads)
+        pairs = [pair for pair in reader.model.pairs(config) if pair.ours in our_shapes]
+        fresh = _check_tensors(reader, pairs, our_shapes, config, initialize_missing_heads)
         files = find_tokenizer(tokenizer, Path(source), config)
-        entries = {f"model/{name}": _entry(reader, rows, name, *found) for name, found in our_shapes.items()}
+        entries = {f"model/{name}": _entry(reader, pairs, name, *found) for name, found in our_shapes.items()}
         metadata = CheckpointMetadata(
             step=0,
             layout={"tp_size": tp_size, "dp_size": 1},
@@ -192,7 +192,7 @@ def import_hugging_face(
         check_target(target, sum(entry.num_bytes for entry in entries.values()))
         with atomic_folder(target) as folder:
             heads = _draw_heads(config, fresh, seed) if fresh else {}
-            written = write_offline(folder, metadata, tp_size, _read_ours(reader, rows, entries, heads, config))
+            written = write_offline(folder, metadata, tp_size, _read_ours(reader, pairs, entries, heads, config))
             with CheckpointReader(written) as ours:
                 compare_models(ours, reader, config, drawn=fresh, build=build)
             if files is not None:
@@ -201,15 +201,15 @@ def import_hugging_face(
 
 
 def _entry(
-    reader: HuggingFaceReader, rows: list[Row], name: str, shape: tuple[int, ...], dim: int | None
+    reader: HuggingFaceReader, pairs: list[TensorPair], name: str, shape: tuple[int, ...], dim: int | None
 ) -> TensorEntry:
-    found = [reader.dtype(row.theirs) for row in rows if row.ours == name and row.theirs in reader.names()]
+    found = [reader.dtype(pair.theirs) for pair in pairs if pair.ours == name and pair.theirs in reader.names()]
     return TensorEntry(shape, functools.reduce(torch.promote_types, found, torch.float32), dim)
 
 
 def _check_tensors(
     reader: HuggingFaceReader,
-    rows: list[Row],
+    pairs: list[TensorPair],
     our_shapes: dict[str, Shape],
     config: TransformerConfig,
     may_initialize: bool,
@@ -219,49 +219,49 @@ def _check_tensors(
     Returns:
         our names of the tensors that must be initialized.
     """
-    known = {row.theirs for row in rows} | reader.check_aliases()
+    known = {pair.theirs for pair in pairs} | reader.check_aliases()
     unexpected = sorted(reader.name_in_file(name) for name in reader.names() - known)
     if unexpected:
         raise CheckpointError(f"{reader.folder}: no tensor of ours takes {list_some(unexpected)}")
-    missing = [row for row in rows if row.theirs not in reader.names()]
+    missing = [pair for pair in pairs if pair.theirs not in reader.names()]
     # A head that is there in part is a damaged model, not a plain one.
     whole = tuple(
-        head for head in reader.model.new_heads if all(row in missing for row in rows if row.ours.startswith(head))
+        head for head in reader.model.new_heads if all(pair in missing for pair in pairs if pair.ours.startswith(head))
     )
-    lost = sorted(row.theirs for row in missing if not row.ours.startswith(whole))
+    lost = sorted(pair.theirs for pair in missing if not pair.ours.startswith(whole))
     if lost:
         raise CheckpointError(f"{reader.folder} lacks {list_some(lost)}")
     if missing and not may_initialize:
-        names = list_some(sorted(row.theirs for row in missing))
+        names = list_some(sorted(pair.theirs for pair in missing))
         raise CheckpointError(
             f"{reader.folder} lacks the heads {names}; initialize_missing_heads=true begins them anew, untrained"
         )
-    for row in rows:
-        if row in missing:
+    for pair in pairs:
+        if pair in missing:
             continue
-        on_meta = torch.empty(our_shapes[row.ours][0], device="meta")
-        expected = tuple(row.to_theirs(on_meta, config).shape)
-        if reader.shape(row.theirs) != expected:
-            name = reader.name_in_file(row.theirs)
-            raise CheckpointError(f"tensor {name} must be {expected}, but is {reader.shape(row.theirs)}")
-    return {row.ours for row in missing}
+        on_meta = torch.empty(our_shapes[pair.ours][0], device="meta")
+        expected = tuple(pair.to_theirs(on_meta, config).shape)
+        if reader.shape(pair.theirs) != expected:
+            name = reader.name_in_file(pair.theirs)
+            raise CheckpointError(f"tensor {name} must be {expected}, but is {reader.shape(pair.theirs)}")
+    return {pair.ours for pair in missing}
 
 
 def _read_ours(
     reader: HuggingFaceReader,
-    rows: list[Row],
+    pairs: list[TensorPair],
     entries: dict[str, TensorEntry],
     heads: dict[str, Tensor],
     config: TransformerConfig,
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, group in itertools.groupby(rows, key=lambda row: row.ours):
+    for name, group in itertools.groupby(pairs, key=lambda pair: pair.ours):
         if name in heads:
             yield f"model/{name}", heads[name]
             continue
         entry = entries[f"model/{name}"]
         ours = torch.zeros(entry.shape, dtype=entry.dtype)
-        for row in group:
-            row.copy_to_ours(reader.read(row.theirs), ours, config)
+        for pair in group:
+            pair.copy_to_ours(reader.read(pair.theirs), ours, config)
         yield f"model/{name}", ours
 
 

@@ -2,7 +2,7 @@
 
 The table of tensors serves both directions.
 
-A row names a tensor of theirs, the tensor of ours it comes from, and the *view* of ours that has its elements in their
+A pair names a tensor of theirs, the tensor of ours it comes from, and the *view* of ours that has its elements in their
 order. Reading the view exports, writing through it imports, so the two cannot disagree. Linears: ours are [out, in] as
 BERT's are; GPT-2's `Conv1D` is [in, out]. QKV: our rows are [head, (q, k, v), d]; GPT-2 has [Q, K, V] in one tensor,
 BERT has three. Rows of the padded vocabulary are ours alone. Every view is a permutation, so gradients map the same.
@@ -22,10 +22,10 @@ from .parametrization import scaled
 
 
 @dataclass(frozen=True)
-class Layout:
+class View:
     """A view of our tensor, and the first and last of its dimensions that are merged in theirs."""
 
-    view: Callable[[Tensor, TransformerConfig], Tensor]
+    of: Callable[[Tensor, TransformerConfig], Tensor]
     merged: tuple[int, int] = (0, 0)
 
 
@@ -37,35 +37,38 @@ def _one_of_qkv(index: int, tensor: Tensor, config: TransformerConfig) -> Tensor
     return _by_head(tensor, config)[:, index]  # [n, d, ...]
 
 
-SAME = Layout(lambda tensor, config: tensor)
-TRANSPOSED = Layout(lambda tensor, config: tensor.T)
-USED_ROWS = Layout(lambda tensor, config: tensor[: config.vocab_size])
-QUERY, KEY, VALUE = (Layout(partial(_one_of_qkv, index), (0, 1)) for index in range(3))
-QKV_BIAS = Layout(lambda tensor, config: _by_head(tensor, config).transpose(0, 1), (0, 2))  # [3, n, d]
-QKV_TRANSPOSED = Layout(lambda tensor, config: _by_head(tensor, config).permute(3, 1, 0, 2), (1, 3))  # [h, 3, n, d]
+SAME = View(lambda tensor, config: tensor)
+TRANSPOSED = View(lambda tensor, config: tensor.T)
+USED_ROWS = View(lambda tensor, config: tensor[: config.vocab_size])
+QUERY, KEY, VALUE = (View(partial(_one_of_qkv, index), (0, 1)) for index in range(3))
+QKV_BIAS = View(lambda tensor, config: _by_head(tensor, config).transpose(0, 1), (0, 2))  # [3, n, d]
+QKV_TRANSPOSED = View(lambda tensor, config: _by_head(tensor, config).permute(3, 1, 0, 2), (1, 3))  # [h, 3, n, d]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One of their tensors: its name, the name of ours, and the layout that maps one to the other."""
+class TensorPair:
+    """One of their tensors: its name, the name of ours, and the view that maps one to the other."""
 
     theirs: str
     ours: str
-    layout: Layout
+    view: View
 
     def to_theirs(self, ours: Tensor, config: TransformerConfig) -> Tensor:
         """Their tensor from our unsharded one (a copy if the order differs)."""
-        return self.layout.view(ours, config).flatten(*self.layout.merged)
+        return self.view.of(ours, config).flatten(*self.view.merged)
 
     def copy_to_ours(self, theirs: Tensor, ours: Tensor, config: TransformerConfig) -> None:
         """Write their tensor into the corresponding part of our unsharded one."""
-        view = self.layout.view(ours, config)
+        view = self.view.of(ours, config)
         view.copy_(theirs.view(view.shape))
 
 
-def pair(theirs: str, ours: str, weight: Layout = SAME) -> list[Row]:
-    """The rows of a module's weight and bias."""
-    return [Row(f"{theirs}.weight", f"{ours}.weight", weight), Row(f"{theirs}.bias", f"{ours}.bias", SAME)]
+def module(theirs: str, ours: str, weight: View = SAME) -> list[TensorPair]:
+    """The pairs of a module's weight and bias."""
+    return [
+        TensorPair(f"{theirs}.weight", f"{ours}.weight", weight),
+        TensorPair(f"{theirs}.bias", f"{ours}.bias", SAME),
+    ]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class HuggingFaceModel:
         keys: their configuration key -> our field.
         prefix: of the tensors that the plain model (without heads) has too, and saves without it.
         layers: their name of the list of layers; ours is `transformer.layers`.
-        outer, layer: rows outside the layers, and of each layer below its index; those of all heads, of which a model
+        outer, layer: pairs outside the layers, and of each layer below its index; those of all heads, of which a model
             has some.
         aliases: tensors that must equal another one if a file has both; all have a row per token id.
         ignored: constant buffers in files of older versions.
@@ -113,8 +116,8 @@ class HuggingFaceModel:
     keys: dict[str, str]
     prefix: str
     layers: str
-    outer: tuple[Row, ...]
-    layer: tuple[Row, ...]
+    outer: tuple[TensorPair, ...]
+    layer: tuple[TensorPair, ...]
     aliases: dict[str, str]
     ignored: re.Pattern
     token_ids: Callable[[dict[str, int] | None, TransformerConfig], dict[str, int | None]]
@@ -135,22 +138,22 @@ class HuggingFaceModel:
             raise ValueError(f"a finetuned model must be a BERT for Hugging Face, but is a {self.model_type}")
         name = self.model_class.partition("For")[0] + head.suffix
         pooler = "" if head.has_pooler else rf"|{re.escape(self.prefix)}pooler\..*"
-        ignored, outer = re.compile(self.ignored.pattern + pooler), (*self.outer, *pair(head.linear, "head"))
+        ignored, outer = re.compile(self.ignored.pattern + pooler), (*self.outer, *module(head.linear, "head"))
         return replace(self, model_class=name, outer=outer, ignored=ignored, head=head)
 
     def kind_of(self, architectures: Any) -> str | None:
         """The kind of task of a `config.json` with these `architectures`; None: none of `task_heads`."""
         return next((kind for kind in self.task_heads if architectures == [self.with_head(kind).model_class]), None)
 
-    def rows(self, config: TransformerConfig) -> list[Row]:
-        """All rows of a model, those of the same tensor of ours adjacent."""
-        rows = list(self.outer)
+    def pairs(self, config: TransformerConfig) -> list[TensorPair]:
+        """All pairs of a model, those of the same tensor of ours adjacent."""
+        pairs = list(self.outer)
         for index in range(config.num_layers):
-            rows += [
-                Row(f"{self.layers}.{index}.{row.theirs}", f"transformer.layers.{index}.{row.ours}", row.layout)
-                for row in self.layer
+            pairs += [
+                TensorPair(f"{self.layers}.{index}.{pair.theirs}", f"transformer.layers.{index}.{pair.ours}", pair.view)
+                for pair in self.layer
             ]
-        return sorted(rows, key=lambda row: row.ours)
+        return sorted(pairs, key=lambda pair: pair.ours)
 
     def fold(self, name: str, ours: Tensor, config: TransformerConfig) -> Tensor:
         """Our tensor with the multipliers of `model.parametrization`, which theirs does not have, in its values.

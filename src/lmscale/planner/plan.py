@@ -9,7 +9,7 @@ from .communication import Collective, step_collectives
 from .flops import hardware_flops_per_step, model_flops_per_step
 from .memory import GIB, MemoryEstimate, estimate_memory
 from .params import ParameterCount, count_parameters
-from .step_time import Row, StepTime, step_rows
+from .step_time import StepRow, StepTime, step_rows
 from .workload import Workload
 
 DAY_S = 86400
@@ -89,7 +89,7 @@ class Plan:
         return step_collectives(self.job, self.layout)
 
     @cached_property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StepRow]:
         """Every operation and message of one rank in a step, with its time."""
         return step_rows(self.job, self.layout, self.cluster)
 

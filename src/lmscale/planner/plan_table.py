@@ -6,12 +6,12 @@ from collections import defaultdict
 from .memory import GIB, MemoryEstimate, keeps_scores
 from .plan import Plan
 from .search import Ranking
-from .step_time import Row
+from .step_time import StepRow
 
 _OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
 _COMPARED = ("tp_size", "pp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
 _PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)[:7]]  # up to the copy of a gradient
-_ADDED = [each.name for each in dataclasses.fields(Row) if each.type in (int, float)]
+_ADDED = [each.name for each in dataclasses.fields(StepRow) if each.type in (int, float)]
 _TIMES = (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440))  # in days
 _ENERGIES = (("MWh", 1.0), ("kWh", 1e-3), ("Wh", 1e-6))  # in MWh
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -217,20 +217,20 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
-def slowest_first(rows: list[Row]) -> list[Row]:
+def slowest_first(rows: list[StepRow]) -> list[StepRow]:
     """Rows with those of equal name and phase added up, slowest first."""
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    found: dict[tuple[str, str], list[StepRow]] = defaultdict(list)
     for row in rows:
         found[row.name, row.phase].append(row)
     return sorted(map(_add, found.values()), key=lambda row: -row.seconds)
 
 
-def _add(rows: list[Row]) -> Row:
+def _add(rows: list[StepRow]) -> StepRow:
     """The first row with the numbers of all."""
     return dataclasses.replace(rows[0], **{name: sum(getattr(row, name) for row in rows) for name in _ADDED})
 
 
-def format_operations(rows: list[Row]) -> str:
+def format_operations(rows: list[StepRow]) -> str:
     """A table of rows for the terminal, with their sum."""
     heads = f"{'count':>7}{'launches':>10}{'GFLOP':>12}{'GB read':>9}{'written':>9}{'ms':>10}{'share':>8}"
     lines = [f"  {'operations of one rank and step, modelled':<64}{heads}  bound by"]

@@ -49,7 +49,7 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     return dataclasses.replace(job, dtype=dtype), notes
 
 
-def describe_validation(question: PlanConfig) -> str:
+def describe_validation_cost(question: PlanConfig) -> str:
     """Describe what each validation of the run costs; of a corpus that is not known, the most that a run may score."""
     trainer, wanted = question.trainer, question.trainer.num_validation_samples
     most = most_samples(trainer, question.global_batch_size)

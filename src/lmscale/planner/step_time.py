@@ -20,7 +20,7 @@ _PARTS = {"product": "matmul", "attention": "matmul", "elementwise": "elementwis
 
 
 @dataclass(frozen=True)
-class Row:
+class StepRow:
     """Equal operations or messages of one rank in one step, counted and timed together.
 
     Args:
@@ -92,7 +92,7 @@ class StepTime:
     latency: float
 
     @classmethod
-    def of(cls, rows: Iterable[Row]) -> "StepTime":
+    def of(cls, rows: Iterable[StepRow]) -> "StepTime":
         """Add up rows."""
         seconds = dict.fromkeys((spec.name for spec in dataclasses.fields(cls)), 0.0)
         for row in rows:
@@ -142,7 +142,7 @@ class StepTime:
         )
 
 
-def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[Row]:
+def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[StepRow]:
     """Every operation and message of one rank in one optimizer step of this project's code, of the slowest stage.
 
     It is idle while the other stages compute their first and last micro-batches, each as long as its own. A GPU and its
@@ -159,15 +159,15 @@ def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[Row]:
     if layout.pp_size > 1:
         micro_batches = sum(row.seconds for row in rows if row.phase in ("forward", "backward", "recomputation"))
         idle = (layout.pp_size - 1) / job.num_micro_batches(layout) * micro_batches
-        rows = [*rows, Row("idle", "forward", "idle", 1, 0, 0, 0, 0, idle)]
+        rows = [*rows, StepRow("idle", "forward", "idle", 1, 0, 0, 0, 0, idle)]
     if not job.on_gpu:
         return rows
     host, device = host_s(job, layout, slowest), sum(row.seconds for row in rows)
     waits = max(0.0, host - device)
-    return [*rows, Row("waiting for the host", "step", "host", 1, 0, 0, 0, 0, waits, hidden=host - waits)]
+    return [*rows, StepRow("waiting for the host", "step", "host", 1, 0, 0, 0, 0, waits, hidden=host - waits)]
 
 
-def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> list[Row]:
+def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> list[StepRow]:
     messages, shares = step_collectives(job, layout, stage=stage), {}
     if job.on_gpu and layout.tp_size > 1:  # elsewhere layers are not compiled
         each = {message.what: message_s(message, layout, cluster) / message.count for message in messages}
@@ -176,19 +176,19 @@ def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> 
     return [*operations, *message_rows(messages, layout, cluster, shares)]
 
 
-def operation_rows(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> list[Row]:
+def operation_rows(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> list[StepRow]:
     """Time operations, one after the other."""
     found = []
     for o in operations:
         totals = (o.count, o.count * o.launches, o.count * o.flops, o.count * o.read, o.count * o.written)
         gaps = o.launch_s(cluster)
-        found.append(Row(o.name, o.phase, _PARTS[o.kind], *totals, o.seconds(cluster, dtype) + gaps, gaps))
+        found.append(StepRow(o.name, o.phase, _PARTS[o.kind], *totals, o.seconds(cluster, dtype) + gaps, gaps))
     return found
 
 
 def message_rows(
     messages: Iterable[Collective], layout: Layout, cluster: Cluster, shares: dict[str, float] | None = None
-) -> list[Row]:
+) -> list[StepRow]:
     """Time messages.
 
     Args:
@@ -200,7 +200,9 @@ def message_rows(
         whole, share = message_s(m, layout, cluster), (shares or {}).get(m.what.removesuffix(", recomputed"), 1.0)
         totals = (m.count, m.count, 0, m.total_bytes, m.total_bytes)
         latency = m.count * cluster.latency_us * 1e-6
-        found.append(Row(m.what, m.phase, m.group, *totals, whole * share, hidden=whole * (1 - share), latency=latency))
+        found.append(
+            StepRow(m.what, m.phase, m.group, *totals, whole * share, hidden=whole * (1 - share), latency=latency)
+        )
     return found
 
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from .formats import READ_ERRORS, Row, UnreadableError, read_rows
+from .formats import READ_ERRORS, TextRow, UnreadableError, read_rows
 
 FAULTS = ("invalid_json", "missing_text", "zero_characters")  # rows without text; `max_bad_rows` limits them
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -55,7 +55,7 @@ class FileReport:
         self.problems.setdefault(kind, [0, row])[0] += 1
 
 
-def read_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | None = None) -> Iterator[Row]:
+def read_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | None = None) -> Iterator[TextRow]:
     """Yield the documents of the file at `report.place`.
 
     Args:
@@ -68,7 +68,7 @@ def read_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | None
     yield from read_documents(_rows_of_file(rules, report, stat), rules, report)
 
 
-def read_documents(rows: Iterable[Row], rules: ReadRules, report: FileReport) -> Iterator[Row]:
+def read_documents(rows: Iterable[TextRow], rules: ReadRules, report: FileReport) -> Iterator[TextRow]:
     """Yield the rows that are documents, and count the others.
 
     Raises:
@@ -85,12 +85,12 @@ def read_documents(rows: Iterable[Row], rules: ReadRules, report: FileReport) ->
             report.count("empty_documents", row.number)
             continue
         report.documents += 1
-        yield Row(row.number, text, row.name)
+        yield TextRow(row.number, text, row.name)
     if is_empty:
         report.count("empty_file", 0)
 
 
-def _count_fault(row: Row, rules: ReadRules, report: FileReport) -> None:
+def _count_fault(row: TextRow, rules: ReadRules, report: FileReport) -> None:
     kind, rule = row.fault
     report.count(kind, row.number)
     bad = sum(report.problems.get(kind, [0])[0] for kind in FAULTS)
@@ -102,7 +102,7 @@ def _count_fault(row: Row, rules: ReadRules, report: FileReport) -> None:
         raise ValueError(f"{report.place}, row {row.number}: {rule}{which}{advice}")
 
 
-def _rows_of_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | None) -> Iterator[Row]:
+def _rows_of_file(rules: ReadRules, report: FileReport, stat: tuple[int, int] | None) -> Iterator[TextRow]:
     number, path = 0, report.place
 
     def decode(text: bytes, row: int) -> str:
@@ -162,7 +162,7 @@ def _decode(raw: bytes, row: int, rules: ReadRules, report: FileReport) -> str:
         return raw.decode("latin-1")
 
 
-def _without_surrogates(row: Row, rules: ReadRules, report: FileReport) -> str:
+def _without_surrogates(row: TextRow, rules: ReadRules, report: FileReport) -> str:
     """Replace lone surrogates, which JSON can escape (`\\ud800`) but UTF-8 cannot encode, by U+FFFD."""
     if not SURROGATE.search(row.text):
         return row.text

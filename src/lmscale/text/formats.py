@@ -34,7 +34,7 @@ class UnreadableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TextRow:
     """One row of a file.
 
     Args:
@@ -51,7 +51,7 @@ class Row:
     fault: tuple[str, str] | None = None
 
 
-def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, decode: Decode) -> Iterator[Row]:
+def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, decode: Decode) -> Iterator[TextRow]:
     """Yield the rows of a file in order.
 
     Args:
@@ -78,23 +78,25 @@ def read_rows(raw: BinaryIO, name: str, text_field: str, text_documents: str, de
         else:
             blocks = _blocks(stream) if text_documents == "block" else _whole(stream)
             for number, block in blocks:
-                yield Row(number, decode(block, number).strip("\n"))
+                yield TextRow(number, decode(block, number).strip("\n"))
 
 
-def row_of(values: object, number: int, text_field: str) -> Row:
+def row_of(values: object, number: int, text_field: str) -> TextRow:
     """Build the row of a JSON value or of a dataset's columns."""
     text = values.get(text_field) if isinstance(values, dict) else None
     if not isinstance(text, str):
         short = json.dumps(values, ensure_ascii=False, default=str)[:60]
-        return Row(
+        return TextRow(
             number, None, None, ("missing_text", f"must have a string `{text_field}` (text_field), but is {short}")
         )
     if "\0" in text:
-        return Row(number, None, None, ("zero_characters", f"`{text_field}` must be text, but has a zero character"))
+        return TextRow(
+            number, None, None, ("zero_characters", f"`{text_field}` must be text, but has a zero character")
+        )
     name = values.get("id") if text_field != "id" else None
     if isinstance(name, int) and not isinstance(name, bool):
         name = str(name)
-    return Row(number, text, name if isinstance(name, str) and name else None)
+    return TextRow(number, text, name if isinstance(name, str) and name else None)
 
 
 @contextmanager
@@ -202,7 +204,7 @@ def _whole(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 1, plain_bytes(text)
 
 
-def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[TextRow]:
     for number, line in _lines(stream):
         if not line.strip():
             continue
@@ -213,12 +215,12 @@ def _json_rows(stream: BinaryIO, text_field: str, decode: Decode) -> Iterator[Ro
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             why = f"{error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            yield Row(number, None, None, ("invalid_json", f"must be one JSON object per line, but is not: {why}"))
+            yield TextRow(number, None, None, ("invalid_json", f"must be one JSON object per line, but is not: {why}"))
         else:
             yield row_of(values, number, text_field)
 
 
-def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
+def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[TextRow]:
     number = 0
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member, encoding="utf-8", errors="replace") as archive:
         while (member := archive.next()) is not None:
@@ -227,18 +229,18 @@ def _tar_rows(stream: BinaryIO, decode: Decode) -> Iterator[Row]:
                 continue
             number += 1
             if any(part.startswith(".") and part not in (".", "..") for part in member.name.split("/")):
-                yield Row(number, None, member.name, ("hidden_members", ""))
+                yield TextRow(number, None, member.name, ("hidden_members", ""))
                 continue
             if not member.isreg():
                 rule = f"must be a file, but {member.name} is a link or device"
-                yield Row(number, None, member.name, ("missing_text", rule))
+                yield TextRow(number, None, member.name, ("missing_text", rule))
                 continue
             # Packed or structured members would be read as Latin-1 text.
             if format_of(member.name) not in (None, "text") or member.name.lower().endswith(PACKED):
                 raise UnreadableError(f"must hold texts, but has {member.name}; unpack it first")
             _check_size(member.size, member.name)
             text = plain_bytes(archive.extractfile(member).read(), place=f"{member.name} ")
-            yield Row(number, decode(text, number).strip("\n"), member.name)
+            yield TextRow(number, decode(text, number).strip("\n"), member.name)
 
 
 class _Member(tarfile.TarInfo):
@@ -254,7 +256,7 @@ class _Member(tarfile.TarInfo):
             raise UnreadableError(f"must be a complete archive, but: {error} at byte {archive.offset:,}") from None
 
 
-def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[Row]:
+def _parquet_rows(raw: BinaryIO, text_field: str, decode: Decode) -> Iterator[TextRow]:
     import pyarrow as pa  # takes half a second to import
     import pyarrow.parquet as pq
 

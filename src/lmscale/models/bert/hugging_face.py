@@ -4,7 +4,7 @@ import re
 from functools import partial
 
 from ...config import TransformerConfig
-from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, HuggingFaceModel, Row, TaskHead, pair
+from ..hugging_face import KEY, QUERY, SAME, USED_ROWS, VALUE, HuggingFaceModel, TaskHead, TensorPair, module
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -20,24 +20,24 @@ _KEYS = {
     "initializer_range": "initializer_std",
 }
 _OUTER = (
-    Row("bert.embeddings.word_embeddings.weight", "transformer.word_embedding.weight", USED_ROWS),
-    Row("bert.embeddings.position_embeddings.weight", "transformer.position_embedding", SAME),
-    Row("bert.embeddings.token_type_embeddings.weight", "transformer.token_type_embedding", SAME),
-    *pair("bert.pooler.dense", "pooler"),
-    Row("cls.predictions.bias", "lm_head.bias", USED_ROWS),
-    *pair("cls.predictions.transform.dense", "lm_head.dense"),
-    *pair("cls.predictions.transform.LayerNorm", "lm_head.norm"),
-    *pair("cls.seq_relationship", "order_head"),
+    TensorPair("bert.embeddings.word_embeddings.weight", "transformer.word_embedding.weight", USED_ROWS),
+    TensorPair("bert.embeddings.position_embeddings.weight", "transformer.position_embedding", SAME),
+    TensorPair("bert.embeddings.token_type_embeddings.weight", "transformer.token_type_embedding", SAME),
+    *module("bert.pooler.dense", "pooler"),
+    TensorPair("cls.predictions.bias", "lm_head.bias", USED_ROWS),
+    *module("cls.predictions.transform.dense", "lm_head.dense"),
+    *module("cls.predictions.transform.LayerNorm", "lm_head.norm"),
+    *module("cls.seq_relationship", "order_head"),
 )
 _LAYER = (
     *(
-        Row(f"attention.self.{name}.{kind}", f"attention.qkv.{kind}", layout)
+        TensorPair(f"attention.self.{name}.{kind}", f"attention.qkv.{kind}", view)
         for kind in ("weight", "bias")
-        for name, layout in (("query", QUERY), ("key", KEY), ("value", VALUE))
+        for name, view in (("query", QUERY), ("key", KEY), ("value", VALUE))
     ),
-    *pair("attention.output.dense", "attention.output"),
-    *pair("intermediate.dense", "mlp.up"),
-    *pair("output.dense", "mlp.down"),
+    *module("attention.output.dense", "attention.output"),
+    *module("intermediate.dense", "mlp.up"),
+    *module("output.dense", "mlp.down"),
 )
 _ALIASES = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
@@ -72,18 +72,18 @@ POST_NORM = _model(
     model_type="bert",
     model_class="BertForPreTraining",
     settings={"family": "bert", "norm_order": "post"},
-    outer=(*_OUTER, *pair("bert.embeddings.LayerNorm", "transformer.embedding_norm")),
+    outer=(*_OUTER, *module("bert.embeddings.LayerNorm", "transformer.embedding_norm")),
     layer=(
         *_LAYER,
-        *pair("attention.output.LayerNorm", "attention_norm"),
-        *pair("output.LayerNorm", "mlp_norm"),
+        *module("attention.output.LayerNorm", "attention_norm"),
+        *module("output.LayerNorm", "mlp_norm"),
     ),
 )
 PRE_NORM = _model(
     model_type="megatron-bert",
     model_class="MegatronBertForPreTraining",
     settings={"family": "bert", "norm_order": "pre"},
-    outer=(*_OUTER, *pair("bert.encoder.ln", "transformer.final_norm")),
-    layer=(*_LAYER, *pair("attention.ln", "attention_norm"), *pair("ln", "mlp_norm")),
+    outer=(*_OUTER, *module("bert.encoder.ln", "transformer.final_norm")),
+    layer=(*_LAYER, *module("attention.ln", "attention_norm"), *module("ln", "mlp_norm")),
 )
 MODELS = (POST_NORM, PRE_NORM)

@@ -3,7 +3,7 @@
 import re
 
 from ...config import TransformerConfig
-from ..hugging_face import QKV_BIAS, QKV_TRANSPOSED, SAME, TRANSPOSED, USED_ROWS, HuggingFaceModel, Row, pair
+from ..hugging_face import QKV_BIAS, QKV_TRANSPOSED, SAME, TRANSPOSED, USED_ROWS, HuggingFaceModel, TensorPair, module
 from .family import FAMILY
 
 (END_OF_TEXT,) = FAMILY.corpus.special_tokens
@@ -38,18 +38,18 @@ GPT2 = HuggingFaceModel(
     prefix="transformer.",
     layers="transformer.h",
     outer=(
-        Row("transformer.wte.weight", "transformer.word_embedding.weight", USED_ROWS),
-        Row("transformer.wpe.weight", "transformer.position_embedding", SAME),
-        *pair("transformer.ln_f", "transformer.final_norm"),
+        TensorPair("transformer.wte.weight", "transformer.word_embedding.weight", USED_ROWS),
+        TensorPair("transformer.wpe.weight", "transformer.position_embedding", SAME),
+        *module("transformer.ln_f", "transformer.final_norm"),
     ),
     layer=(
-        *pair("ln_1", "attention_norm"),
-        Row("attn.c_attn.weight", "attention.qkv.weight", QKV_TRANSPOSED),
-        Row("attn.c_attn.bias", "attention.qkv.bias", QKV_BIAS),
-        *pair("attn.c_proj", "attention.output", TRANSPOSED),
-        *pair("ln_2", "mlp_norm"),
-        *pair("mlp.c_fc", "mlp.up", TRANSPOSED),
-        *pair("mlp.c_proj", "mlp.down", TRANSPOSED),
+        *module("ln_1", "attention_norm"),
+        TensorPair("attn.c_attn.weight", "attention.qkv.weight", QKV_TRANSPOSED),
+        TensorPair("attn.c_attn.bias", "attention.qkv.bias", QKV_BIAS),
+        *module("attn.c_proj", "attention.output", TRANSPOSED),
+        *module("ln_2", "mlp_norm"),
+        *module("mlp.c_fc", "mlp.up", TRANSPOSED),
+        *module("mlp.c_proj", "mlp.down", TRANSPOSED),
     ),
     aliases={"lm_head.weight": "transformer.wte.weight"},
     ignored=re.compile(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"),  # the causal mask and its -1e4
