@@ -11,30 +11,30 @@ from lmscale.config.corpus import PrepareConfig
 
 
 def prepare(values: dict) -> None:
-    """Build the config and the plan of stages, run them, and print a summary."""
+    """Build the config, open the work folder, run the stages, and print a summary."""
     config = PrepareConfig.from_dict(values)
     # datatrove and pyarrow take seconds to import: only after the cheap checks.
     from lmscale.corpus.finalizing import summarize
     from lmscale.corpus.inputs import list_skipped
-    from lmscale.corpus.planning import make_plan
-    from lmscale.corpus.running import run_plan
+    from lmscale.corpus.opening import open_work_folder
+    from lmscale.corpus.running import run_stages
 
     try:
-        plan = make_plan(config)
+        work = open_work_folder(config)
     except OSError as error:
         rule = "a folder that can be made and written"
         raise ValueError(f"`output` must be {rule}, but {error.filename or config.output}: {error.strerror}") from None
     try:
         for note in list_skipped(config.sources):
             print(f"note: {note}", flush=True)
-        if not run_plan(plan):
-            print(f"submitted; {plan.output / 'manifest.json'} appears when the last job is done")
+        if not run_stages(work):
+            print(f"submitted; {work.output / 'manifest.json'} appears when the last job is done")
             return
-        print(summarize(plan.output))
+        print(summarize(work.output))
         model = f"{config.architecture}_tiny"
-        print(f"train: {command('src/train.py', model=model, data='indexed', data__path=plan.output)}")
+        print(f"train: {command('src/train.py', model=model, data='indexed', data__path=work.output)}")
         if not config.keep_work:
-            shutil.rmtree(plan.root)
+            shutil.rmtree(work.root)
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the preparation stopped; the same command continues it: {error}") from error
 

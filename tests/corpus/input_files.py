@@ -19,8 +19,8 @@ from lmscale.config.corpus import (
 )
 from lmscale.config.data import TokenizerConfig
 from lmscale.corpus.inputs import list_inputs
-from lmscale.corpus.plan import Plan
 from lmscale.corpus.reading import SourceReader
+from lmscale.corpus.work_folder import WorkFolder
 
 TEXTS = ["First text,\nof two lines.", "Second: naïve café ☕.", "Third."]
 
@@ -29,7 +29,7 @@ def source(path: Path, **more: object) -> SourceConfig:
     return SourceConfig("local", path=str(path), **more)
 
 
-def plan_of(
+def work_of(
     root: Path,
     sources: dict[str, SourceConfig] | None = None,
     num_tasks: int | None = None,
@@ -37,8 +37,8 @@ def plan_of(
     dedup: DedupConfig | None = None,
     evaluation_sets: dict[str, EvaluationSetConfig] | None = None,
     **keys: object,
-) -> Plan:
-    """A plan for single steps in the work folder `root`."""
+) -> WorkFolder:
+    """The work folder `root`, for single steps."""
     rest = (
         TokenizerConfig("trained"),
         CleaningConfig(False, None, 0.0, 0),
@@ -49,14 +49,14 @@ def plan_of(
     named = sources or {"local": source(root)}
     config = PrepareConfig(str(root.parent), "gpt", named, *rest, LauncherConfig("local"), **keys)
     inputs = tuple(list_inputs(sources)) if num_tasks is None else (None,) * num_tasks
-    return Plan(config, root, inputs, num_shards)
+    return WorkFolder(config, root, inputs, num_shards)
 
 
 def read(path: Path, max_bad_rows: int = 0, world_size: int = 1, **more: object) -> tuple[list, list[dict]]:
     """Documents of a local source, and the entries of its report."""
     sources = {"books": source(path, **more)}
     root = (path if path.is_dir() else path.parent).with_name("work")
-    reader = SourceReader(plan_of(root, sources, max_bad_rows=max_bad_rows))
+    reader = SourceReader(work_of(root, sources, max_bad_rows=max_bad_rows))
     documents = [document for rank in range(world_size) for document in reader.run(None, rank, world_size)]
     entries = [json.loads((root / "inputs" / f"{rank:05d}.json").read_text()) for rank in range(world_size)]
     return documents, sum(entries, [])

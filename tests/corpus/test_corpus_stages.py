@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
-from input_files import plan_of, source
+from input_files import source, work_of
 
 from lmscale.config.corpus import DedupConfig, EvaluationSetConfig, PrepareConfig
 from lmscale.corpus import collecting, deduplicating, finalizing, running
@@ -21,9 +21,9 @@ from lmscale.corpus.collecting import ScatterDocuments, check_ids, document_key,
 from lmscale.corpus.deduplicating import compare_candidates, shingle_candidates
 from lmscale.corpus.evaluation_sets import EVALUATION_TEXTS, evaluation_index
 from lmscale.corpus.finalizing import merge_shards
-from lmscale.corpus.plan import Plan, save_array, save_json
-from lmscale.corpus.planning import make_plan
+from lmscale.corpus.opening import open_work_folder
 from lmscale.corpus.running import QuietLocalExecutor
+from lmscale.corpus.work_folder import WorkFolder, save_array, save_json
 
 NUM_SHARDS = 7
 
@@ -33,7 +33,7 @@ def scatter(root: Path, texts: list[list[str]]) -> None:
     for task, some in enumerate(texts):
         metadata = [{"source": "s", "file": f"{task}.txt", "row": row} for row in range(len(some))]
         documents = (Document(text, text, metadata=place) for text, place in zip(some, metadata, strict=True))
-        ScatterDocuments(plan_of(root, num_tasks=len(texts), num_shards=NUM_SHARDS)).run(documents, task, len(texts))
+        ScatterDocuments(work_of(root, num_tasks=len(texts), num_shards=NUM_SHARDS)).run(documents, task, len(texts))
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 40, 10**6])
@@ -43,7 +43,7 @@ def test_shards_hold_all_documents_in_the_order_of_their_keys(tmp_path, monkeypa
     scatter(tmp_path, [texts[:25], [], texts[25:]])
     found = []
     for shard in range(NUM_SHARDS):
-        sort_shard(plan_of(tmp_path, num_tasks=3, num_shards=NUM_SHARDS), shard)
+        sort_shard(work_of(tmp_path, num_tasks=3, num_shards=NUM_SHARDS), shard)
         found += pq.read_table(tmp_path / "sorted" / f"{shard:05d}.parquet")["text"].to_pylist()
     assert found == sorted(texts, key=document_key)
 
@@ -57,54 +57,54 @@ def test_a_flush_of_the_buffer_writes_one_file_for_all_shards(tmp_path) -> None:
 def test_a_repeated_id_is_shown_with_its_places(tmp_path) -> None:
     scatter(tmp_path, [["a", "b"], ["c", "b"]])
     with pytest.raises(ValueError, match="1 documents share an id .*: 'b' in 0.txt row 1 and 1.txt row 1"):
-        check_ids(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse"), 0)
+        check_ids(work_of(tmp_path, num_tasks=2, duplicate_ids="refuse"), 0)
 
 
 def test_equal_ids_in_two_sources_are_not_repeated(tmp_path) -> None:
     for task, name in enumerate(("books", "news")):
         document = Document("text", "1", metadata={"source": name, "file": "a.jsonl", "row": 1})
-        ScatterDocuments(plan_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
-    check_ids(plan_of(tmp_path, num_tasks=2, duplicate_ids="refuse"), 0)
+        ScatterDocuments(work_of(tmp_path, num_tasks=2)).run(iter([document]), task, 2)
+    check_ids(work_of(tmp_path, num_tasks=2, duplicate_ids="refuse"), 0)
 
 
 def test_of_equal_texts_the_first_by_source_is_kept_whatever_the_names_of_the_files(tmp_path) -> None:
-    plan = plan_of(tmp_path, num_tasks=1)
+    work = work_of(tmp_path, num_tasks=1)
     places = [{"source": source, "file": file, "row": 1} for source, file in (("news", "a.txt"), ("books", "z.txt"))]
-    ScatterDocuments(plan).run(iter([Document("text", "1", metadata=place) for place in places]))
-    sort_shard(plan, 0)
+    ScatterDocuments(work).run(iter([Document("text", "1", metadata=place) for place in places]))
+    sort_shard(work, 0)
     assert pq.read_table(tmp_path / "sorted" / "00000.parquet")["source"].to_pylist() == ["books"]
 
 
 @pytest.fixture
-def compared(tmp_path) -> Plan:
+def compared(tmp_path) -> WorkFolder:
     """Two shards of 20 and 13 documents with 1 to 60 shingles; every pair of them is a candidate of one band.
 
     The last document has a quarter of the shingles of the first.
     """
-    plan = plan_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.25, bands=1))
+    work = work_of(tmp_path, num_tasks=0, num_shards=2, dedup=DedupConfig(0.25, bands=1))
     generator = np.random.default_rng(5)
     for shard, first, end in ((0, 0, 20), (1, 20, 33)):
         sets = [np.unique(generator.integers(0, 70, size)) for size in generator.integers(1, 60, end - first)]
         sets[shard and -1] = np.arange(100, 110 if shard else 140)
-        save_array(plan.shard_file("lengths", shard), np.zeros(end - first, dtype=np.int64))
-        save_array(plan.shard_file("sets", shard, "values.npy"), np.concatenate(sets).astype(np.uint64))
-        save_array(plan.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
-        save_array(plan.shard_file("sets", shard, "members.npy"), np.arange(first, end))
-    save_array(plan.path("pairs", 0, "00000.npy"), np.array(list(itertools.combinations(range(33), 2))))
-    return plan
+        save_array(work.shard_file("lengths", shard), np.zeros(end - first, dtype=np.int64))
+        save_array(work.shard_file("sets", shard, "values.npy"), np.concatenate(sets).astype(np.uint64))
+        save_array(work.shard_file("sets", shard, "offsets.npy"), np.cumsum([0, *map(len, sets)]))
+        save_array(work.shard_file("sets", shard, "members.npy"), np.arange(first, end))
+    save_array(work.path("pairs", 0, "00000.npy"), np.array(list(itertools.combinations(range(33), 2))))
+    return work
 
 
-def result(plan: Plan) -> list[list]:
-    compare_candidates(plan, 0)
-    return [np.load(plan.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
+def result(work: WorkFolder) -> list[list]:
+    compare_candidates(work, 0)
+    return [np.load(work.shard_file("similar", 0, f"{name}.npy")).tolist() for name in ("pairs", "jaccard")]
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1000])
 def test_documents_compared_at_once_are_bounded_by_their_shingles(compared, monkeypatch, limit: int) -> None:
     whole, held, get_sets = result(compared), [], deduplicating._sets
 
-    def measured(plan: Plan, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        values, offsets = get_sets(plan, documents, first)
+    def measured(work: WorkFolder, documents: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, offsets = get_sets(work, documents, first)
         held.append((len(values), len(documents)))
         return values, offsets
 
@@ -117,12 +117,12 @@ def test_documents_compared_at_once_are_bounded_by_their_shingles(compared, monk
 
 def test_documents_of_equal_names_in_two_sources_are_counted_as_two(tmp_path) -> None:
     """A document that contains two items counts once."""
-    plan = plan_of(tmp_path, num_tasks=1, evaluation_sets={"quiz": EvaluationSetConfig("records", path="quiz.jsonl")})
-    save_json(plan.path(EVALUATION_TEXTS), {"quiz": ["a b c d e f g h i", "1 2 3 4 5 6 7 8 9"]})
-    save_array(plan.shard_file("overlap", 0, "seen.npy"), evaluation_index(plan).new_seen())
+    work = work_of(tmp_path, num_tasks=1, evaluation_sets={"quiz": EvaluationSetConfig("records", path="quiz.jsonl")})
+    save_json(work.path(EVALUATION_TEXTS), {"quiz": ["a b c d e f g h i", "1 2 3 4 5 6 7 8 9"]})
+    save_array(work.shard_file("overlap", 0, "seen.npy"), evaluation_index(work).new_seen())
     found = [("books", "quiz/0"), ("books", "quiz/1"), ("news", "quiz/0")]
     rows = [{"source": source, "file": "a.txt", "row": 1, "item": item} for source, item in found]
-    report = finalizing._leakage(plan, pa.Table.from_pylist(rows))
+    report = finalizing._leakage(work, pa.Table.from_pylist(rows))
     assert report["quiz"]["documents_removed"] == 2
 
 
@@ -137,14 +137,14 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_after_an_incomplete_stage_raises_and_writes_nothing(name: str, tmp_path: Path) -> None:
-    folder, stage, work = STEPS[name]
+    folder, stage, do = STEPS[name]
     for task in (0, 2):
         save_array(tmp_path / folder / f"{task:05d}.npy", np.empty(0, dtype=np.int64))
         (tmp_path / folder / f"{task:05d}.parquet").touch()
     (tmp_path / folder / ".00001.npy.77").touch()  # of a task that still runs
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError, match=f"all 3 tasks of `{stage}` must be complete, .* has the files of 2"):
-        work(plan_of(tmp_path, num_tasks=3, num_shards=3, dedup=DedupConfig(0.7, bands=3)), 0)
+        do(work_of(tmp_path, num_tasks=3, num_shards=3, dedup=DedupConfig(0.7, bands=3)), 0)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -190,8 +190,8 @@ def test_there_is_one_worker_for_each_core_that_the_process_may_use(tmp_path, mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(QuietLocalExecutor, "run", lambda self: started.append(self.workers))
-    monkeypatch.setattr(running, "stages", lambda plan: [SimpleNamespace(name="a", num_tasks=7, steps=[])])
-    running.run_plan(plan_of(tmp_path, num_tasks=1))
+    monkeypatch.setattr(running, "stages", lambda work: [SimpleNamespace(name="a", num_tasks=7, steps=[])])
+    running.run_stages(work_of(tmp_path, num_tasks=1))
     assert started == [2]
 
 
@@ -199,22 +199,22 @@ def test_an_input_that_was_edited_since_the_first_attempt_is_another(tmp_path) -
     path = tmp_path / "in" / "a.txt"
     path.parent.mkdir()
     path.write_text("one\n\ntwo")
-    config = plan_of(tmp_path / "out" / ".work", {"local": source(path)}).config
-    make_plan(config)
-    make_plan(config)
+    config = work_of(tmp_path / "out" / ".work", {"local": source(path)}).config
+    open_work_folder(config)
+    open_work_folder(config)
     path.write_text("one\n\nTWO")
     os.utime(path, ns=(1, 1))
     with pytest.raises(ValueError, match="was started with other input files"):
-        make_plan(config)
+        open_work_folder(config)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_damaged_plan_is_named(tmp_path, text: str) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
-    plan = make_plan(plan_of(tmp_path / "out" / ".work", {"local": source(tmp_path / "a.txt")}).config)
-    plan.path("plan.json").write_text(text)
+    work = open_work_folder(work_of(tmp_path / "out" / ".work", {"local": source(tmp_path / "a.txt")}).config)
+    work.path("plan.json").write_text(text)
     with pytest.raises(ValueError, match="`output` must hold a preparation .*/plan.json is damaged"):
-        make_plan(plan.config)
+        open_work_folder(work.config)
 
 
 def test_an_evaluation_set_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:
@@ -222,12 +222,12 @@ def test_an_evaluation_set_that_was_edited_since_the_first_attempt_is_another(tm
     (tmp_path / "q.txt").write_text("a question of the test set\n")
     files = {"local": source(tmp_path / "a.txt")}
     sets = {"quiz": EvaluationSetConfig("records", str(tmp_path / "q.txt"))}
-    config = plan_of(tmp_path / "out" / ".work", files, evaluation_sets=sets).config
-    make_plan(config)
-    make_plan(config)
+    config = work_of(tmp_path / "out" / ".work", files, evaluation_sets=sets).config
+    open_work_folder(config)
+    open_work_folder(config)
     (tmp_path / "q.txt").write_text("a question of the TEST set\n")
     with pytest.raises(ValueError, match="was started with other evaluation texts"):
-        make_plan(config)
+        open_work_folder(config)
 
 
 def test_another_policy_continues_a_preparation_that_refused_but_refuse_continues_no_other(tmp_path) -> None:
@@ -235,20 +235,20 @@ def test_another_policy_continues_a_preparation_that_refused_but_refuse_continue
 
     def config(ids: str, bytes_: str) -> PrepareConfig:
         files = {"local": source(tmp_path / "a.txt", undecodable=bytes_)}
-        return plan_of(tmp_path / "out" / ".work", files, duplicate_ids=ids).config
+        return work_of(tmp_path / "out" / ".work", files, duplicate_ids=ids).config
 
     for policies in (("refuse", "refuse"), ("count", "refuse"), ("count", "replace")):
-        make_plan(config(*policies))
+        open_work_folder(config(*policies))
     with pytest.raises(ValueError, match="was started with duplicate_ids='count' and not 'refuse'"):
-        make_plan(config("refuse", "replace"))
+        open_work_folder(config("refuse", "replace"))
     with pytest.raises(ValueError, match="was started with sources.local.undecodable='replace' and not 'refuse'"):
-        make_plan(config("count", "refuse"))
+        open_work_folder(config("count", "refuse"))
 
 
 def test_only_the_lines_of_the_sources_that_ask_for_it_are_joined(tmp_path) -> None:
     for name in ("books", "stories"):
         (tmp_path / f"{name}.txt").write_text("a\nb")
     sources = {name: source(tmp_path / f"{name}.txt", join_lines=name == "stories") for name in ("books", "stories")}
-    _, join, _ = running._cleaning(plan_of(tmp_path / "work", sources))
+    _, join, _ = running._cleaning(work_of(tmp_path / "work", sources))
     rows = [Document(text="a\nb", id=name, metadata={"source": name}) for name in sources]
     assert [document.text for document in join.run(rows)] == ["a\nb", "a b"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from input_files import TEXTS, archive, lines, pack, plan_of, problems, read, source
+from input_files import TEXTS, archive, lines, pack, problems, read, source, work_of
 
 from lmscale.config.corpus import SourceConfig
 from lmscale.corpus.inputs import list_inputs
@@ -77,7 +77,7 @@ def test_files_are_assigned_by_name_independently_of_their_order(folder) -> None
     sources = {"books": source(folder)}
     inputs = list_inputs(sources)
     assert [file.name for file in inputs] == ["a.jsonl", "b.jsonl", "c/0.jsonl", "c/1.jsonl", "d.jsonl"]
-    reader = SourceReader(plan_of(folder.with_name("work"), sources))
+    reader = SourceReader(work_of(folder.with_name("work"), sources))
     by_rank = [[d.text for d in reader.run(None, rank, 2)] for rank in range(2)]
     assert [text.split()[0] for text in by_rank[0]] == ["a.jsonl"] * 3 + ["c/0.jsonl"] * 3 + ["d.jsonl"] * 3
     assert len(by_rank[0]) + len(by_rank[1]) == 15
@@ -86,13 +86,13 @@ def test_files_are_assigned_by_name_independently_of_their_order(folder) -> None
 def test_a_reader_can_be_pickled(folder) -> None:
     (folder / "a.jsonl").write_bytes(lines([{"text": "One."}]))
     sources = {"books": source(folder)}
-    reader = pickle.loads(pickle.dumps(SourceReader(plan_of(folder.with_name("work"), sources))))
+    reader = pickle.loads(pickle.dumps(SourceReader(work_of(folder.with_name("work"), sources))))
     assert [document.text for document in reader.run()] == ["One."]
 
 
 def test_every_post_of_the_newsgroups_is_read_and_the_42_that_are_not_utf8_are_counted(shared_data, tmp_path) -> None:
     sources = {"posts": source(shared_data / "newsgroups" / "20_newsgroups.shared.tar.gz")}
-    reader = SourceReader(plan_of(tmp_path, sources))
+    reader = SourceReader(work_of(tmp_path, sources))
     names = {document.id for document in reader.run()}
     entry = json.loads((tmp_path / "inputs" / "00000.json").read_text())[0]
     assert len(names) == entry["documents"] == 8997
@@ -115,7 +115,7 @@ def test_a_large_file_is_streamed(folder, name) -> None:
     else:
         pack(lines([{"text": text} for text in texts]), folder / name)
     sources = {"books": source(folder)}
-    reader = SourceReader(plan_of(folder.with_name("work"), sources))
+    reader = SourceReader(work_of(folder.with_name("work"), sources))
     tracemalloc.start()
     assert sum(1 for _ in reader.run()) == count
     peak = tracemalloc.get_traced_memory()[1]
@@ -143,7 +143,7 @@ def test_a_dataset_is_read_part_by_part(dataset, tmp_path) -> None:
     assert [file.name for file in inputs] == [f"stories/default/train/{part:05d}-of-00003" for part in range(3)]
     sizes = sorted(path.stat().st_size for path in Path(dataset.name).iterdir())
     assert sorted(file.num_bytes for file in inputs) == sizes
-    reader = pickle.loads(pickle.dumps(SourceReader(plan_of(tmp_path / "work", sources))))
+    reader = pickle.loads(pickle.dumps(SourceReader(work_of(tmp_path / "work", sources))))
     found = [[(d.id, d.text, d.metadata["row"]) for d in reader.run(None, rank, 3)] for rank in range(3)]
     assert found == [
         [(f"{part}-{row}", f"part {part} row {row}", row + 1) for row in range(5 + part)] for part in range(3)
@@ -173,7 +173,7 @@ def test_a_dataset_of_only_empty_files_raises(tmp_path) -> None:
 
 def test_a_damaged_part_of_a_dataset_raises_with_its_name(dataset, tmp_path) -> None:
     sources = {"hub": dataset}
-    reader = SourceReader(plan_of(tmp_path / "work", sources))
+    reader = SourceReader(work_of(tmp_path / "work", sources))
     path = sorted(Path(dataset.name).iterdir())[1]
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"stories/default/train/00001-of-00003 must be a readable part of a dataset"):
@@ -185,5 +185,5 @@ def test_rows_of_a_dataset_without_text_count_against_the_limit(dataset, tmp_pat
     pq.write_table(pa.table({"story": ["One.", None, "Two."], "id": ["a", "b", "c"]}), path)
     sources = {"hub": dataset}
     with pytest.raises(ValueError, match=r"00000-of-00003, row 2: must have a string `story`"):
-        list(SourceReader(plan_of(tmp_path / "work", sources)).run())
-    assert sum(1 for _ in SourceReader(plan_of(tmp_path / "work", sources, max_bad_rows=1)).run()) == 2 + 6 + 7
+        list(SourceReader(work_of(tmp_path / "work", sources)).run())
+    assert sum(1 for _ in SourceReader(work_of(tmp_path / "work", sources, max_bad_rows=1)).run()) == 2 + 6 + 7

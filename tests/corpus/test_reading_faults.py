@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from input_files import TEXTS, archive, lines, pack, plan_of, problems, read, source
+from input_files import TEXTS, archive, lines, pack, problems, read, source, work_of
 
 from lmscale.config.data import DataConfig
 from lmscale.corpus.inputs import list_inputs
@@ -152,7 +152,7 @@ def test_a_parquet_file_without_a_text_column_raises(folder) -> None:
 def test_a_file_that_changed_since_it_was_listed_raises(folder) -> None:
     (folder / "a.jsonl").write_bytes(lines([{"text": "One."}]))
     sources = {"books": source(folder)}
-    reader = SourceReader(plan_of(folder.with_name("work"), sources))
+    reader = SourceReader(work_of(folder.with_name("work"), sources))
     (folder / "a.jsonl").write_bytes(lines([{"text": "Other."}]))
     with pytest.raises(ValueError, match=r"a\.jsonl: must not change during the preparation"):
         list(reader.run())

@@ -20,7 +20,7 @@ from ftfy.fixes import uncurl_quotes
 
 from ..data.tokenizer import read_tokenizer
 from .language import UNKNOWN, identify_language
-from .plan import save_json
+from .work_folder import save_json
 
 # ftfy's defaults, as upstream used them: also straight quotes, NFC, no ligatures, and entities up to the first `<`.
 REPAIR = ftfy.TextFixerConfig(explain=False)

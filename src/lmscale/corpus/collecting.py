@@ -14,9 +14,9 @@ from datatrove.data import DocumentsPipeline
 from ..data.sentences import by_size
 from ..shared_files import replacing
 from .minhash import band_hashes
-from .plan import Plan, PlannedStep, save_array, save_table
 from .progress import Meter
 from .shingles import shingle_sets, starts_run
+from .work_folder import WorkFolder, WorkStep, save_array, save_table
 
 SCHEMA = pa.schema(
     [
@@ -48,7 +48,7 @@ def id_hash(source: str, name: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{source}\0{name}".encode())
 
 
-class ScatterDocuments(PlannedStep):
+class ScatterDocuments(WorkStep):
     """Last step of the first stage: write documents by the shard of their key, one batch per shard.
 
     With a file per shard and flush, 174 GB of text would make 1.8 million files.
@@ -66,7 +66,7 @@ class ScatterDocuments(PlannedStep):
                 ids.append(id_hash(place["source"], document.id))
             key = document_key(document.text)
             row = (key, place["source"], place["file"], place["row"], document.id, document.text)
-            rows[shard_of(key, self.plan.num_shards)].append(row)
+            rows[shard_of(key, self.work.num_shards)].append(row)
             held += len(document.text)
             self.stat_update("documents")
             self.stat_update("characters", value=len(document.text))
@@ -74,16 +74,16 @@ class ScatterDocuments(PlannedStep):
                 self._write(rows, rank, part)
                 rows, held, part = defaultdict(list), 0, part + 1
         self._write(rows, rank, part)
-        save_array(self.plan.shard_file("ids", rank), np.array(ids, dtype=np.uint64))
+        save_array(self.work.shard_file("ids", rank), np.array(ids, dtype=np.uint64))
 
     def _write(self, rows: dict[int, list[tuple]], rank: int, part: int) -> None:
         # Arrow's own format finds a batch among hundreds much faster than parquet finds a row group.
         options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", 1))
         with (
-            replacing(self.plan.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
+            replacing(self.work.path("cleaned", f"{rank:05d}_{part:05d}.arrow")) as path,
             pa.ipc.new_file(str(path), SCHEMA, options=options) as writer,
         ):
-            for shard in range(self.plan.num_shards):
+            for shard in range(self.work.num_shards):
                 columns = list(map(list, zip(*rows[shard], strict=True))) or [[] for _ in SCHEMA]
                 writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
 
@@ -93,27 +93,27 @@ def shard_of(key: bytes, num_shards: int) -> int:
     return int.from_bytes(key[:4], "big") * num_shards >> 32
 
 
-def check_ids(plan: Plan, rank: int) -> dict[str, int]:
+def check_ids(work: WorkFolder, rank: int) -> dict[str, int]:
     """Count documents whose id occurs more than once in their source, or raise an error.
 
     Raises:
         ValueError: the policy is `refuse` and ids repeat (the message shows one of them and its locations), or a
             task of the first stage is not complete.
     """
-    files = plan.task_files("ids", stage="clean", num_tasks=plan.num_tasks)
+    files = work.task_files("ids", stage="clean", num_tasks=work.num_tasks)
     ids = np.concatenate([np.empty(0, dtype=np.uint64), *map(np.load, files)])
     unique, counts = np.unique(ids, return_counts=True)
     surplus = len(ids) - len(unique)
-    if surplus and plan.config.duplicate_ids == "refuse":
-        example = _example(plan, int(unique[np.argmax(counts > 1)]))
+    if surplus and work.config.duplicate_ids == "refuse":
+        example = _example(work, int(unique[np.argmax(counts > 1)]))
         raise ValueError(f"`duplicate_ids` is refuse, but {surplus} documents share an id with another: {example}")
     return {"duplicate_ids": surplus}
 
 
-def _example(plan: Plan, wanted: int) -> str:
+def _example(work: WorkFolder, wanted: int) -> str:
     found = []
     options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name) for name in PLACE])
-    for path in sorted(plan.path("cleaned").glob("[0-9]*.arrow")):
+    for path in sorted(work.path("cleaned").glob("[0-9]*.arrow")):
         with pa.OSFile(str(path)) as file:
             rows = pa.ipc.open_file(file, options=options).read_all().to_pylist()
         for row in rows:
@@ -123,7 +123,7 @@ def _example(plan: Plan, wanted: int) -> str:
     return f"{name!r} in {' and '.join(sorted(found)[:3])}"
 
 
-def sort_shard(plan: Plan, rank: int) -> dict[str, int]:
+def sort_shard(work: WorkFolder, rank: int) -> dict[str, int]:
     """Sort a shard by key, drop exact copies, and compute MinHash bands for the near-duplicate search.
 
     Of several equal texts, the first by source, file and row is kept.
@@ -131,37 +131,37 @@ def sort_shard(plan: Plan, rank: int) -> dict[str, int]:
     Raises:
         ValueError: a task of the first stage is not complete.
     """
-    plan.task_files("ids", stage="clean", num_tasks=plan.num_tasks)  # each writes its ids last
+    work.task_files("ids", stage="clean", num_tasks=work.num_tasks)  # each writes its ids last
     found = []
-    for path in sorted(plan.path("cleaned").glob("[0-9]*.arrow")):
+    for path in sorted(work.path("cleaned").glob("[0-9]*.arrow")):
         with pa.OSFile(str(path)) as file:
             found.append(pa.ipc.open_file(file).get_batch(rank))
     table = pa.Table.from_batches(found, SCHEMA)
     table = table.sort_by([(name, "ascending") for name in ("key", "source", "file", "row")])
     is_first = starts_run(np.array(table["key"].to_pylist(), dtype="V16"))
     copies = table.filter(pa.array(~is_first)).select(["key", *PLACE])
-    save_table(plan.shard_file("sorted", rank, "copies.parquet"), copies)
+    save_table(work.shard_file("sorted", rank, "copies.parquet"), copies)
     table = table.filter(pa.array(is_first))
-    with replacing(plan.shard_file("sorted", rank, "parquet")) as path:
+    with replacing(work.shard_file("sorted", rank, "parquet")) as path:
         _write_groups(table, path)
     lengths = pc.utf8_length(table["text"]).to_numpy().astype(np.int64)
-    if plan.config.dedup.jaccard is not None:
-        _write_bands(plan, table["text"], rank)
+    if work.config.dedup.jaccard is not None:
+        _write_bands(work, table["text"], rank)
     # Written last: the other stages read the shard's number of documents from this file.
-    save_array(plan.shard_file("lengths", rank), lengths)
+    save_array(work.shard_file("lengths", rank), lengths)
     return {"documents": len(table), "copies": len(copies)}
 
 
-def _write_bands(plan: Plan, texts: pa.ChunkedArray, rank: int) -> None:
-    dedup, first = plan.config.dedup, 0
+def _write_bands(work: WorkFolder, texts: pa.ChunkedArray, rank: int) -> None:
+    dedup, first = work.config.dedup, 0
     result = np.empty((len(texts), dedup.bands), dtype=np.uint64, order="F")
-    with Meter(plan, "sort", rank) as meter:
+    with Meter(work, "sort", rank) as meter:
         for batch in batches(texts):
             values, offsets = shingle_sets(batch, dedup.ngram)
             result[first : first + len(batch)] = band_hashes(values, offsets, dedup.bands, dedup.rows)
             first += len(batch)
             meter.add(len(batch), sum(map(len, batch)))
-    save_array(plan.shard_file("bands", rank), result)
+    save_array(work.shard_file("bands", rank), result)
 
 
 def _write_groups(table: pa.Table, path: Path) -> None:

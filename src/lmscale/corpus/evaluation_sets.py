@@ -12,18 +12,18 @@ from ..text.documents import FileReport, ReadRules, read_file
 from ..text.input_files import list_files
 from ..text.whole_file import read_text_file
 from .overlap import EvaluationIndex
-from .plan import Plan
+from .work_folder import WorkFolder
 
 EVALUATION_TEXTS = "evaluation.json"  # in the work folder: the texts of the items by set
 _HEADING = re.compile(r"^ = (?!= ).* = $", re.MULTILINE)  # of an article; sections have two or more signs
 
 
-def evaluation_index(plan: Plan) -> EvaluationIndex | None:
+def evaluation_index(work: WorkFolder) -> EvaluationIndex | None:
     """Build the index that finds the items' n-grams in documents; None if nothing is excluded."""
-    if not plan.config.evaluation_sets:
+    if not work.config.evaluation_sets:
         return None
-    items = json.loads(plan.path(EVALUATION_TEXTS).read_text(encoding="utf-8"))
-    return EvaluationIndex(items, plan.config.overlap.ngram)
+    items = json.loads(work.path(EVALUATION_TEXTS).read_text(encoding="utf-8"))
+    return EvaluationIndex(items, work.config.overlap.ngram)
 
 
 def read_evaluation_sets(sets: dict[str, EvaluationSetConfig]) -> dict[str, list[str]]:

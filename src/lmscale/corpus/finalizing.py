@@ -18,8 +18,8 @@ from ..data.prepare import note_missing_pieces, note_unknown
 from ..data.tokenizer import read_tokenizer
 from .cleaning import NUM_SAMPLES
 from .evaluation_sets import evaluation_index
-from .plan import Plan, save_json, save_table
 from .tokenizing import SPLITS, kept_batches, split_of
+from .work_folder import WorkFolder, save_json, save_table
 
 REPORTS = "reports"
 _STAGE_LABELS = {
@@ -31,74 +31,74 @@ _STAGE_LABELS = {
 }
 
 
-def merge_shards(plan: Plan, rank: int) -> dict[str, int]:
+def merge_shards(work: WorkFolder, rank: int) -> dict[str, int]:
     """Merge the shards' binary datasets into one per source and split.
 
     Raises:
         ValueError: a shard is not tokenized.
     """
     # A shard without documents of this part has no dataset, but every complete one has this file.
-    plan.task_files("overlap", stage="tokenize", num_tasks=plan.num_shards, ending="parquet")
-    source, split = plan.parts[rank]
-    prefixes = [plan.path("tokens", shard, f"{source}_{split}") for shard in range(plan.num_shards)]
+    work.task_files("overlap", stage="tokenize", num_tasks=work.num_shards, ending="parquet")
+    source, split = work.parts[rank]
+    prefixes = [work.path("tokens", shard, f"{source}_{split}") for shard in range(work.num_shards)]
     prefixes = [prefix for prefix in prefixes if _exists(prefix)]
     if prefixes:
-        target = plan.path("joined", part_name(plan, source, split))
+        target = work.path("joined", part_name(work, source, split))
         target.parent.mkdir(parents=True, exist_ok=True)
         merge(prefixes, target)
     return {}
 
 
-def part_name(plan: Plan, source: str, split: str) -> str:
+def part_name(work: WorkFolder, source: str, split: str) -> str:
     """Return the prefix of a part's files in Megatron-LM's form: `wikipedia_train_text_document`."""
-    return f"{source}_{split}_text_{family_of(plan.config.architecture).corpus.sequence}"
+    return f"{source}_{split}_text_{family_of(work.config.architecture).corpus.sequence}"
 
 
-def finalize_dataset(plan: Plan, rank: int) -> dict[str, int]:
+def finalize_dataset(work: WorkFolder, rank: int) -> dict[str, int]:
     """Move the dataset to the output folder with tokenizer and reports; the manifest, written last, completes it.
 
     Raises:
         ValueError: a source has no documents left, or for BERT none of two sentences, or no document is held out.
     """
-    output, joined = plan.output, plan.path("joined")
+    output, joined = work.output, work.path("joined")
     for index in joined.glob("*.idx"):  # an earlier attempt stopped after it had moved the .bin
         if not index.with_suffix(".bin").is_file():
             os.replace(index, output / index.name)
-    tokenizer = read_tokenizer(plan.path(TOKENIZER))
-    sources = _describe_sources(plan)
-    stages = _stages(plan)
-    _check_left(plan, sources, stages)
-    reports = _write_reports(plan, output / REPORTS)
+    tokenizer = read_tokenizer(work.path(TOKENIZER))
+    sources = _describe_sources(work)
+    stages = _stages(work)
+    _check_left(work, sources, stages)
+    reports = _write_reports(work, output / REPORTS)
     for file in sorted(joined.glob("*")):
         os.replace(file, output / file.name)
-    shutil.copyfile(plan.path(TOKENIZER), output / TOKENIZER)
-    facts = json.loads(plan.path("plan.json").read_text(encoding="utf-8"))["facts"]
+    shutil.copyfile(work.path(TOKENIZER), output / TOKENIZER)
+    facts = json.loads(work.path("plan.json").read_text(encoding="utf-8"))["facts"]
     manifest = {
         "format": MANIFEST_FORMAT,
-        "architecture": plan.config.architecture,
+        "architecture": work.config.architecture,
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "sources": sources,
         "stages": stages,
         "reports": reports,
-        "inputs": _inputs(plan),
+        "inputs": _inputs(work),
         "config": facts["config"],
         "versions": facts["versions"],
     }
     save_json(output / MANIFEST, manifest)
-    if not plan.config.keep_work:
-        for path in plan.root.iterdir():
+    if not work.config.keep_work:
+        for path in work.root.iterdir():
             if path.is_dir() and path.name != "logs":  # this task still writes to the logs
                 shutil.rmtree(path)
     return {}
 
 
-def _describe_sources(plan: Plan) -> dict[str, dict]:
-    found: dict[str, dict] = {name: {} for name in sorted(plan.config.sources)}
-    for source, split in plan.parts:
-        name = part_name(plan, source, split)
+def _describe_sources(work: WorkFolder) -> dict[str, dict]:
+    found: dict[str, dict] = {name: {} for name in sorted(work.config.sources)}
+    for source, split in work.parts:
+        name = part_name(work, source, split)
         # An earlier attempt may have moved some of them already.
-        prefix = next((p for p in (plan.path("joined", name), plan.output / name) if _exists(p)), None)
+        prefix = next((p for p in (work.path("joined", name), work.output / name) if _exists(p)), None)
         if prefix is None:
             continue
         dataset = IndexedDataset(prefix)
@@ -110,17 +110,17 @@ def _describe_sources(plan: Plan) -> dict[str, dict]:
             "tokens": dataset.num_tokens,
             "sha256": digest,
         }
-        level = family_of(plan.config.architecture).corpus.sequence
+        level = family_of(work.config.architecture).corpus.sequence
         if level == "sentence":  # a document of one sentence gives no pair
             pairs = int((np.diff(dataset.document_indices) > 1).sum())
             found[source][split]["documents_with_a_pair"] = pairs
     for name, held in found.items():
-        given = plan.config.sources[name].weight
+        given = work.config.sources[name].weight
         held["weight"] = given if given is not None else float(held.get("train", {}).get("tokens", 0))
     return found
 
 
-def _check_left(plan: Plan, sources: dict[str, dict], stages: dict) -> None:
+def _check_left(work: WorkFolder, sources: dict[str, dict], stages: dict) -> None:
     empty = [name for name, held in sources.items() if "train" not in held]
     counts = ", ".join(
         f"{step}: {label} {value}"
@@ -129,8 +129,8 @@ def _check_left(plan: Plan, sources: dict[str, dict], stages: dict) -> None:
         for label, value in held.items()
     )
     if empty:
-        cleaning = plan.config.cleaning
-        advice = f"; cleaning=none output={plan.config.output}_uncleaned keeps all languages and lengths"
+        cleaning = work.config.cleaning
+        advice = f"; cleaning=none output={work.config.output}_uncleaned keeps all languages and lengths"
         raise ValueError(
             f"`sources.{empty[0]}` must have documents left to train on, but has none ({counts})"
             + (advice if cleaning.language is not None or cleaning.min_tokens else "")
@@ -139,29 +139,29 @@ def _check_left(plan: Plan, sources: dict[str, dict], stages: dict) -> None:
         if held["train"].get("documents_with_a_pair") == 0:
             raise ValueError(
                 f"`sources.{name}` must have documents of two sentences or more for "
-                f"architecture={plan.config.architecture}, but all {held['train']['documents']} have one"
+                f"architecture={work.config.architecture}, but all {held['train']['documents']} have one"
             )
     if not any("validation" in held for held in sources.values()):
         raise ValueError(
-            f"`validation_every` must hold out at least one document, but {plan.config.validation_every} held "
-            f"out none{_smaller_interval(plan)} ({counts})"
+            f"`validation_every` must hold out at least one document, but {work.config.validation_every} held "
+            f"out none{_smaller_interval(work)} ({counts})"
         )
 
 
-def _smaller_interval(plan: Plan) -> str:
+def _smaller_interval(work: WorkFolder) -> str:
     """Name the largest `validation_every` that leaves documents for both splits; empty if none does."""
-    tables = (table for shard in range(plan.num_shards) for table in kept_batches(plan, shard, ["key"]))
+    tables = (table for shard in range(work.num_shards) for table in kept_batches(work, shard, ["key"]))
     keys = [key for table in tables for key in table["key"].to_pylist()]
-    for every in range(min(plan.config.validation_every, len(keys)), 1, -1):
+    for every in range(min(work.config.validation_every, len(keys)), 1, -1):
         if {split_of(key, every) for key in keys} == set(SPLITS):
-            return f"; validation_every={every} output={plan.config.output}_{every} does"
+            return f"; validation_every={every} output={work.config.output}_{every} does"
     return ""
 
 
-def _stages(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
+def _stages(work: WorkFolder) -> dict[str, dict[str, dict[str, int]]]:
     """Return the counts of each stage and step, summed over tasks."""
     found: dict[str, dict[str, dict[str, int]]] = {}
-    for logs in sorted(plan.path("logs").iterdir()):
+    for logs in sorted(work.path("logs").iterdir()):
         for file in sorted((logs / "stats").glob("*.json")):
             for step in json.loads(file.read_text(encoding="utf-8")):
                 held = found.setdefault(logs.name, {}).setdefault(step["name"].split(": ", 1)[-1], {})
@@ -171,51 +171,51 @@ def _stages(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
-def _inputs(plan: Plan) -> list[dict]:
+def _inputs(work: WorkFolder) -> list[dict]:
     """Return name, size and sha256 of every input, as written by the tasks of the first stage."""
     found: list[dict] = []
-    for file in sorted(plan.path("inputs").glob("[0-9]*.json")):
+    for file in sorted(work.path("inputs").glob("[0-9]*.json")):
         found += json.loads(file.read_text(encoding="utf-8"))
     return sorted(found, key=itemgetter("source", "file"))
 
 
-def _write_reports(plan: Plan, folder: Path) -> dict:
+def _write_reports(work: WorkFolder, folder: Path) -> dict:
     """Write the reports as files; return their summaries for the manifest."""
     folder.mkdir(exist_ok=True)
-    save_json(folder / "dropped.json", _dropped(plan))
-    copies = _concatenate(plan, "sorted", "copies.parquet")
+    save_json(folder / "dropped.json", _dropped(work))
+    copies = _concatenate(work, "sorted", "copies.parquet")
     save_table(folder / "copies.parquet", copies)
     summary = {"copies": len(copies)}
-    duplicates = plan.path("duplicates.parquet")
+    duplicates = work.path("duplicates.parquet")
     if duplicates.is_file():
         table = pq.read_table(duplicates)
         save_table(folder / "duplicates.parquet", table)
         survivors = len(set(zip(table["survivor_key"].to_pylist(), strict=True)))
         summary |= {"near_duplicates": len(table), "clusters": survivors}
-    if plan.config.evaluation_sets:
-        contaminated = _concatenate(plan, "overlap", "parquet")
+    if work.config.evaluation_sets:
+        contaminated = _concatenate(work, "overlap", "parquet")
         save_table(folder / "contaminated.parquet", contaminated)
-        summary["leakage"] = _leakage(plan, contaminated)
+        summary["leakage"] = _leakage(work, contaminated)
         save_json(folder / "leakage.json", summary["leakage"])
     return summary
 
 
-def _dropped(plan: Plan) -> dict[str, list[dict]]:
+def _dropped(work: WorkFolder) -> dict[str, list[dict]]:
     """Return examples of dropped documents by reason, the first ones in order of their files."""
     found: dict[str, list[dict]] = {}
-    for file in sorted(plan.path("dropped").rglob("[0-9]*.json")):
+    for file in sorted(work.path("dropped").rglob("[0-9]*.json")):
         for reason, examples in json.loads(file.read_text(encoding="utf-8")).items():
             found.setdefault(reason, []).extend(examples)
     place = itemgetter("source", "file", "row")
     return {reason: sorted(held, key=place)[:NUM_SAMPLES] for reason, held in sorted(found.items())}
 
 
-def _leakage(plan: Plan, contaminated: pa.Table) -> dict:
+def _leakage(work: WorkFolder, contaminated: pa.Table) -> dict:
     """Measure how much of each evaluation set occurs in the training split, as in section 5.2."""
-    index = evaluation_index(plan)
+    index = evaluation_index(work)
     seen = index.new_seen()
-    for shard in range(plan.num_shards):
-        seen |= np.load(plan.shard_file("overlap", shard, "seen.npy"))
+    for shard in range(work.num_shards):
+        seen |= np.load(work.shard_file("overlap", shard, "seen.npy"))
     removed: dict[str, set] = {}
     for row in contaminated.to_pylist():
         removed.setdefault(row["item"].split("/")[0], set()).add((row["source"], row["file"], row["row"]))
@@ -223,9 +223,9 @@ def _leakage(plan: Plan, contaminated: pa.Table) -> dict:
     return {name: held | {"documents_removed": len(removed.get(name, ()))} for name, held in report.items()}
 
 
-def _concatenate(plan: Plan, kind: str, ending: str) -> pa.Table:
-    shards = range(plan.num_shards)
-    return pa.concat_tables([pq.read_table(plan.shard_file(kind, shard, ending)) for shard in shards])
+def _concatenate(work: WorkFolder, kind: str, ending: str) -> pa.Table:
+    shards = range(work.num_shards)
+    return pa.concat_tables([pq.read_table(work.shard_file(kind, shard, ending)) for shard in shards])
 
 
 def summarize(output: Path) -> str:

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .plan import Plan
+from .work_folder import WorkFolder
 
 EVERY_S = 0.5
 
@@ -15,8 +15,8 @@ EVERY_S = 0.5
 class Meter:
     """Count documents and characters of one task in the file `progress/<stage>/<task>`; a context manager."""
 
-    def __init__(self, plan: Plan, stage: str, rank: int) -> None:
-        self.path = plan.path("progress", stage, rank)
+    def __init__(self, work: WorkFolder, stage: str, rank: int) -> None:
+        self.path = work.path("progress", stage, rank)
         self.documents = self.characters = 0
         self._written_at = 0.0
 
@@ -39,10 +39,10 @@ class Meter:
         self.path.write_text(f"{self.documents} {self.characters}")
 
 
-def read_progress(plan: Plan, stage: str) -> tuple[int, int]:
+def read_progress(work: WorkFolder, stage: str) -> tuple[int, int]:
     """Return the documents and characters processed so far by all tasks of a stage."""
     documents = characters = 0
-    for path in plan.path("progress", stage).glob("*"):
+    for path in work.path("progress", stage).glob("*"):
         try:
             done = path.read_text().split()
         except OSError:
@@ -60,9 +60,9 @@ class StageBar(Progress):
         num_tasks: number of tasks; its executor's log folder records the completed ones.
     """
 
-    def __init__(self, plan: Plan, name: str, num_tasks: int) -> None:
-        self._plan, self._name = plan, name
-        self._start, self._already = time.monotonic(), read_progress(plan, name)
+    def __init__(self, work: WorkFolder, name: str, num_tasks: int) -> None:
+        self._work, self._name = work, name
+        self._start, self._already = time.monotonic(), read_progress(work, name)
         super().__init__(
             TextColumn("{task.description:<12}"),
             BarColumn(bar_width=24),
@@ -77,10 +77,10 @@ class StageBar(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Read the counts again; rich calls this for every refresh, in a thread of its own."""
-        counts, elapsed = read_progress(self._plan, self._name), max(time.monotonic() - self._start, 1e-9)
+        counts, elapsed = read_progress(self._work, self._name), max(time.monotonic() - self._start, 1e-9)
         documents, characters = (now - before for now, before in zip(counts, self._already, strict=True))
         rate = f"{documents / elapsed:,.0f} documents/s {characters / elapsed / 1e6:.1f} MB/s" if documents > 0 else ""
-        done = sum(1 for _ in self._plan.path("logs", self._name, "completions").glob("*"))
+        done = sum(1 for _ in self._work.path("logs", self._name, "completions").glob("*"))
         for task in self.tasks:  # none yet when rich asks for the first time
             self.update(task.id, completed=done, rate=rate)
         return super().get_renderables()

@@ -10,11 +10,11 @@ from ..config.corpus import SourceConfig
 from ..text.documents import SURROGATE, FileReport, ReadRules, read_documents, read_file, reason_of
 from ..text.formats import TextRow, row_of
 from .inputs import InputFile
-from .plan import PlannedStep, save_json
 from .progress import Meter
+from .work_folder import WorkStep, save_json
 
 
-class SourceReader(PlannedStep):
+class SourceReader(WorkStep):
     """Read the documents of the inputs: task `rank` reads every `world_size`-th input, ordered by source and name.
 
     A document's id is the row's `id` (for an archive the member's name), or `<file>:<row>` if it has none. Its metadata
@@ -31,8 +31,8 @@ class SourceReader(PlannedStep):
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yield the documents of one task."""
         entries = []
-        with Meter(self.plan, "clean", rank) as meter:
-            for file in self.plan.inputs[rank::world_size]:
+        with Meter(self.work, "clean", rank) as meter:
+            for file in self.work.inputs[rank::world_size]:
                 report = FileReport(file.path or file.name)
                 documents = self._documents(file, report)
                 while (document := self._timed_next(documents)) is not None:
@@ -42,15 +42,15 @@ class SourceReader(PlannedStep):
                 for kind, (number, _) in report.problems.items():
                     self.stat_update(kind, value=number)
                 entries.append(_entry(file, report))
-        save_json(self.plan.shard_file("inputs", rank, "json"), entries)
+        save_json(self.work.shard_file("inputs", rank, "json"), entries)
 
     def _timed_next(self, documents: Iterator[Document]) -> Document | None:
         with self.track_time():
             return next(documents, None)
 
     def _documents(self, file: InputFile, report: FileReport) -> Iterator[Document]:
-        config = self.plan.config.sources[file.source]
-        rules = rules_of(file.source, config, self.plan.config.max_bad_rows)
+        config = self.work.config.sources[file.source]
+        rules = rules_of(file.source, config, self.work.config.max_bad_rows)
         if file.path is not None:
             rows = read_file(rules, report, (file.num_bytes, file.modified_ns))
         else:
@@ -79,7 +79,7 @@ def _entry(file: InputFile, report: FileReport) -> dict:
 
 
 def check_first_documents(inputs: Iterable[InputFile], sources: dict[str, SourceConfig], max_bad_rows: int) -> None:
-    """Read the first two documents of each source before the plan, which fixes its keys, is written.
+    """Read the first two documents of each source before the facts, which fix its keys, are written.
 
     Args:
         inputs: ordered by source.

@@ -26,10 +26,10 @@ from .cleaning import DropDocuments, EditText, join_story_lines, judge_language,
 from .collecting import ScatterDocuments, check_ids, sort_shard
 from .deduplicating import compare_candidates, find_candidates, resolve_duplicates, shingle_candidates
 from .finalizing import finalize_dataset, merge_shards
-from .plan import Plan, PlannedTask
 from .progress import StageBar
 from .reading import SourceReader
 from .tokenizing import tokenize_shard, train_on_documents
+from .work_folder import WorkFolder, WorkTask
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Stage:
     steps: list[PipelineStep]
 
 
-def stages(plan: Plan) -> list[Stage]:
+def stages(work: WorkFolder) -> list[Stage]:
     """Return the stages of a preparation, in the paper's order (section 4.1)."""
-    config, shards = plan.config, plan.num_shards
+    config, shards = work.config, work.num_shards
     found = [
         ("ids", 1, "ids", check_ids),
         ("sort", shards, "sort by key", sort_shard),
@@ -59,16 +59,16 @@ def stages(plan: Plan) -> list[Stage]:
         found.append(("tokenizer", 1, "train the tokenizer", train_on_documents))
     found += [
         ("tokenize", shards, "tokenize", tokenize_shard),
-        ("join", len(plan.parts), "join", merge_shards),
+        ("join", len(work.parts), "join", merge_shards),
         ("finish", 1, "finish", finalize_dataset),
     ]
-    planned = [Stage(name, tasks, [PlannedTask(plan, step, work)]) for name, tasks, step, work in found]
-    return [Stage("clean", plan.num_tasks, _cleaning(plan)), *planned]
+    others = [Stage(name, tasks, [WorkTask(work, step, do)]) for name, tasks, step, do in found]
+    return [Stage("clean", work.num_tasks, _cleaning(work)), *others]
 
 
-def _cleaning(plan: Plan) -> list[PipelineStep]:
-    config, cleaning, dropped = plan.config, plan.config.cleaning, plan.root / "dropped"
-    steps: list[PipelineStep] = [SourceReader(plan)]
+def _cleaning(work: WorkFolder) -> list[PipelineStep]:
+    config, cleaning, dropped = work.config, work.config.cleaning, work.root / "dropped"
+    steps: list[PipelineStep] = [SourceReader(work)]
     if cleaning.repair_text:
         steps.append(EditText("repair text", repair_text, "repaired"))
     joined = [name for name, source in config.sources.items() if source.join_lines]
@@ -78,10 +78,10 @@ def _cleaning(plan: Plan) -> list[PipelineStep]:
         judge = partial(judge_language, cleaning.language, cleaning.min_language_score)
         steps.append(DropDocuments("keep the language", judge, dropped / "language"))
     if cleaning.min_tokens:
-        tokenizer = plan.root / TOKENIZER if config.tokenizer.kind != "trained" else None
+        tokenizer = work.root / TOKENIZER if config.tokenizer.kind != "trained" else None
         judge = partial(judge_length, cleaning.min_tokens, tokenizer)
         steps.append(DropDocuments("drop short", judge, dropped / "short"))
-    return [*steps, ScatterDocuments(plan)]
+    return [*steps, ScatterDocuments(work)]
 
 
 class QuietLocalExecutor(LocalPipelineExecutor):
@@ -130,7 +130,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def run_plan(plan: Plan) -> bool:
+def run_stages(work: WorkFolder) -> bool:
     """Run all stages that are not complete.
 
     Returns:
@@ -140,16 +140,16 @@ def run_plan(plan: Plan) -> bool:
         ValueError: several workers cannot have sockets in the temporary folder, or one was killed.
     """
     logger.remove()  # silence loguru: progress bars and our messages replace it
-    launcher = plan.config.launcher
+    launcher = work.config.launcher
     if launcher.kind == "slurm":
-        _submit(plan)
+        _submit(work)
         return False
-    planned, most = stages(plan), launcher.workers or usable_cores()
-    if launcher.kind == "local" and min(most, max(stage.num_tasks for stage in planned)) > 1:
+    all_stages, most = stages(work), launcher.workers or usable_cores()
+    if launcher.kind == "local" and min(most, max(stage.num_tasks for stage in all_stages)) > 1:
         check_sockets("launcher.workers")
-    for stage in planned:
-        logs = plan.path("logs", stage.name)
-        with StageBar(plan, stage.name, stage.num_tasks):
+    for stage in all_stages:
+        logs = work.path("logs", stage.name)
+        with StageBar(work, stage.name, stage.num_tasks):
             if launcher.kind == "ray":
                 workers = launcher.workers or -1
                 executor: Any = RayPipelineExecutor(
@@ -164,14 +164,14 @@ def run_plan(plan: Plan) -> bool:
     return True
 
 
-def _submit(plan: Plan) -> None:
+def _submit(work: WorkFolder) -> None:
     """Submit one array of jobs per stage, each of which depends on the previous one.
 
     Raises:
         ValueError: sbatch refuses one of them.
     """
-    launcher, executors = plan.config.launcher, []
-    for stage in stages(plan):
+    launcher, executors = work.config.launcher, []
+    for stage in stages(work):
         executor = SlurmPipelineExecutor(
             stage.steps,
             stage.num_tasks,
@@ -184,7 +184,7 @@ def _submit(plan: Plan) -> None:
             env_command=f"export PATH={Path(sys.executable).parent}:$PATH",
             sbatch_args=dict(launcher.sbatch),
             depends=executors[-1] if executors else None,
-            logging_dir=str(plan.path("logs", stage.name)),
+            logging_dir=str(work.path("logs", stage.name)),
         )
         executors.append(executor)
         with tempfile.TemporaryFile("w+") as said:

@@ -16,9 +16,9 @@ from ..data.tokenizer import DEFAULT_VOCAB_SIZE, read_tokenizer, train_tokenizer
 from .collecting import PLACE
 from .evaluation_sets import evaluation_index
 from .overlap import EvaluationIndex
-from .plan import Plan, save_array, save_table
 from .progress import Meter
 from .shingles import word_ngrams
+from .work_folder import WorkFolder, save_array, save_table
 
 SPLITS = ("train", "validation")
 TRAINING_CHARACTERS = 2**30  # of text used to train a tokenizer: the first documents by key
@@ -40,13 +40,13 @@ def split_of(key: bytes, validation_every: int) -> str:
     return SPLITS[int.from_bytes(key[8:], "big") % validation_every == 0]
 
 
-def kept_batches(plan: Plan, shard: int, columns: list[str]) -> Iterator[pa.Table]:
+def kept_batches(work: WorkFolder, shard: int, columns: list[str]) -> Iterator[pa.Table]:
     """Yield the documents of a shard without near-duplicates, in tables of at most TABLE_ROWS and one row group."""
-    first, end = plan.first_documents()[shard : shard + 2]
-    duplicates = plan.duplicates()
+    first, end = work.first_documents()[shard : shard + 2]
+    duplicates = work.duplicates()
     is_kept = np.ones(end - first, dtype=bool)
     is_kept[duplicates[np.searchsorted(duplicates, first) : np.searchsorted(duplicates, end)] - first] = False
-    file, start = pq.ParquetFile(plan.shard_file("sorted", shard, "parquet")), 0
+    file, start = pq.ParquetFile(work.shard_file("sorted", shard, "parquet")), 0
     for group in range(file.num_row_groups):  # a batch over several would have the bytes of all of them
         for batch in file.iter_batches(batch_size=TABLE_ROWS, row_groups=[group], columns=columns):
             held = batch.filter(pa.array(is_kept[start : start + len(batch)]))
@@ -55,22 +55,22 @@ def kept_batches(plan: Plan, shard: int, columns: list[str]) -> Iterator[pa.Tabl
                 yield pa.Table.from_batches([held])
 
 
-def train_on_documents(plan: Plan, rank: int) -> dict[str, int]:
+def train_on_documents(work: WorkFolder, rank: int) -> dict[str, int]:
     """Train a tokenizer on the first documents by key, a random sample of the corpus."""
-    config = plan.config
+    config = work.config
     size = config.tokenizer.vocab_size or DEFAULT_VOCAB_SIZE
-    trained = train_tokenizer(list(_texts(plan)), config.architecture, size, "tokenizer.vocab_size")
-    write_tokenizer(trained, plan.path(TOKENIZER))
+    trained = train_tokenizer(list(_texts(work)), config.architecture, size, "tokenizer.vocab_size")
+    write_tokenizer(trained, work.path(TOKENIZER))
     return {}
 
 
-def _texts(plan: Plan) -> Iterator[str]:
+def _texts(work: WorkFolder) -> Iterator[str]:
     characters = 0
-    with Meter(plan, "tokenizer", 0) as meter:
-        for shard in range(plan.num_shards):
-            for table in kept_batches(plan, shard, ["key", "text"]):
+    with Meter(work, "tokenizer", 0) as meter:
+        for shard in range(work.num_shards):
+            for table in kept_batches(work, shard, ["key", "text"]):
                 for key, text in zip(table["key"].to_pylist(), table["text"].to_pylist(), strict=True):
-                    if split_of(key, plan.config.validation_every) != "train":
+                    if split_of(key, work.config.validation_every) != "train":
                         continue
                     if characters >= TRAINING_CHARACTERS:
                         return
@@ -79,23 +79,23 @@ def _texts(plan: Plan) -> Iterator[str]:
                     yield from text_pieces(text)
 
 
-def tokenize_shard(plan: Plan, rank: int) -> dict[str, int]:
+def tokenize_shard(work: WorkFolder, rank: int) -> dict[str, int]:
     """Tokenize the remaining documents of a shard, without those that contain evaluation text."""
-    config, tokenizer = plan.config, read_tokenizer(plan.path(TOKENIZER))
-    index = evaluation_index(plan)
+    config, tokenizer = work.config, read_tokenizer(work.path(TOKENIZER))
+    index = evaluation_index(work)
     seen = index.new_seen() if index is not None else None
     contaminated, num_bad, cut = [CONTAMINATED.empty_table()], 0, Counter()
     encode = document_encoder(tokenizer, family_of(config.architecture).corpus.sequence)
     columns = ["key", "source", "text"] if index is None else ["key", *PLACE, "text"]
     writers: dict[tuple[str, str], IndexedWriter] = {}  # one per source and split that has documents
-    plan.path("tokens", rank).mkdir(parents=True, exist_ok=True)
-    with Meter(plan, "tokenize", rank) as meter, ExitStack() as stack:
-        for table in kept_batches(plan, rank, columns):
+    work.path("tokens", rank).mkdir(parents=True, exist_ok=True)
+    with Meter(work, "tokenize", rank) as meter, ExitStack() as stack:
+        for table in kept_batches(work, rank, columns):
             texts = table["text"].to_pylist()
             splits = [split_of(key, config.validation_every) for key in table["key"].to_pylist()]
             places = range(len(texts))
             if index is not None:
-                bad, found = _find_evaluation_text(plan, table, texts, splits, index, seen)
+                bad, found = _find_evaluation_text(work, table, texts, splits, index, seen)
                 contaminated.append(found)
                 num_bad += len(bad)
                 places = [place for place in places if place not in bad]
@@ -106,7 +106,7 @@ def tokenize_shard(plan: Plan, rank: int) -> dict[str, int]:
             for (source, split), some in chosen.items():
                 ids, sizes, counts, num_cut = encode(some)
                 if (source, split) not in writers:
-                    prefix = plan.path("tokens", rank, f"{source}_{split}")
+                    prefix = work.path("tokens", rank, f"{source}_{split}")
                     writer = IndexedWriter(prefix, best_dtype(tokenizer.vocab_size))
                     writers[source, split] = stack.enter_context(writer)
                 writers[source, split].add_documents(ids, sizes, counts)
@@ -115,21 +115,21 @@ def tokenize_shard(plan: Plan, rank: int) -> dict[str, int]:
                 if num_cut is not None:
                     cut["sentences_cut"] += num_cut
             meter.add(len(texts), sum(map(len, texts)))
-    save_table(plan.shard_file("overlap", rank, "parquet"), pa.concat_tables(contaminated))
+    save_table(work.shard_file("overlap", rank, "parquet"), pa.concat_tables(contaminated))
     if seen is not None:
-        save_array(plan.shard_file("overlap", rank, "seen.npy"), seen)
+        save_array(work.shard_file("overlap", rank, "seen.npy"), seen)
     return {**cut, "contaminated": num_bad}
 
 
 def _find_evaluation_text(
-    plan: Plan, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
+    work: WorkFolder, table: pa.Table, texts: list[str], splits: list[str], index: EvaluationIndex, seen: np.ndarray
 ) -> tuple[set[int], pa.Table]:
     """Return the places in the batch of the documents that contain items, and which, as CONTAMINATED.
 
     Marks the n-grams of training text in `seen`.
     """
     values, offsets = word_ngrams(texts, index.n)
-    documents, items, shares = index.contaminates(values, offsets, plan.config.overlap.share)
+    documents, items, shares = index.contaminates(values, offsets, work.config.overlap.share)
     is_trained = np.array([split == "train" for split in splits])
     is_trained[documents] = False
     index.mark_seen(values[np.repeat(is_trained, np.diff(offsets))], seen)

@@ -1,4 +1,4 @@
-"""The plan of a preparation, and the files through which its stages pass their results on."""
+"""The work folder of a preparation: the files through which its stages pass their results on."""
 
 import json
 from collections.abc import Callable
@@ -19,10 +19,10 @@ MAX_TASKS = 1000  # of the first stage
 
 
 @dataclass(frozen=True)
-class Plan:
+class WorkFolder:
     """Everything the stages need; picklable.
 
-    The work folder has these files; shards are ranges of document keys, tasks are parts of the input.
+    It has these files; shards are ranges of document keys, tasks are parts of the input.
 
     plan.json                           what determines the result
     evaluation.json                     texts to exclude from training, if there are any
@@ -47,7 +47,7 @@ class Plan:
 
     Args:
         config: the requested configuration.
-        root: path of the work folder, inside the output folder.
+        root: its path, inside the output folder.
         inputs: files (or parts of datasets) ordered by source and name.
         num_shards: number of ranges of document keys, which the stages after the first one process.
     """
@@ -107,31 +107,31 @@ class Plan:
         return np.load(path) if path.is_file() else np.empty(0, dtype=np.int64)
 
 
-class PlannedStep(PipelineStep):
-    """A datatrove step that follows a plan; `run` does task `rank` of its stage."""
+class WorkStep(PipelineStep):
+    """A datatrove step in a work folder; `run` does task `rank` of its stage."""
 
     type = "LMSCALE"
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, work: WorkFolder) -> None:
         super().__init__()
-        self.plan = plan
+        self.work = work
 
 
-class PlannedTask(PlannedStep):
-    """The only step of a stage whose tasks read and write files of the plan.
+class WorkTask(WorkStep):
+    """The only step of a stage whose tasks read and write its files.
 
     Args:
         name: of the step in logs and manifest.
-        work: does task `rank` of the plan, and returns its counts by label.
+        do: does task `rank`, and returns its counts by label.
     """
 
-    def __init__(self, plan: Plan, name: str, work: Callable[[Plan, int], dict[str, int]]) -> None:
-        self.name, self.work = name, work
-        super().__init__(plan)
+    def __init__(self, work: WorkFolder, name: str, do: Callable[[WorkFolder, int], dict[str, int]]) -> None:
+        self.name, self.do = name, do
+        super().__init__(work)
 
     def run(self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1) -> None:
         """Do the task; see the function for errors."""
-        for label, value in self.work(self.plan, rank).items():
+        for label, value in self.do(self.work, rank).items():
             self.stat_update(label, value=value)
 
 

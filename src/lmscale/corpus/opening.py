@@ -1,4 +1,4 @@
-"""Plan a preparation before it starts: inputs, shards, tokenizer, evaluation texts."""
+"""Open the work folder of a preparation: inputs, shards, tokenizer, evaluation texts."""
 
 import hashlib
 import json
@@ -12,16 +12,16 @@ from ..data.tokenizer import Tokenizer, check_tokenizer, load_published_tokenize
 from .evaluation_sets import EVALUATION_TEXTS, read_evaluation_sets
 from .inputs import InputFile, list_inputs
 from .language import check_language
-from .plan import Plan, save_json
 from .reading import check_first_documents
+from .work_folder import WorkFolder, save_json
 
 FORMAT = 7  # of the intermediate files: incremented when they or the result of the same input change
 # Keys that affect how the work is done but not its result; `shard_mb` is checked by its number of shards.
 FREE_KEYS = ("launcher", "shard_mb", "keep_work", "output", "max_bad_rows")
 
 
-def make_plan(config: PrepareConfig) -> Plan:
-    """Check the configuration and make the plan; an unfinished preparation with equal inputs is continued.
+def open_work_folder(config: PrepareConfig) -> WorkFolder:
+    """Check the configuration and open the work folder; an unfinished preparation with equal inputs is continued.
 
     Raises:
         ValueError: a source, tokenizer, language or evaluation set cannot be used, the output folder holds something
@@ -48,7 +48,7 @@ def make_plan(config: PrepareConfig) -> Plan:
     items = read_evaluation_sets(config.evaluation_sets)
     facts = _facts(config, inputs, tokenizer, items)
     saved = root / "plan.json"
-    before = _read_plan(saved) if saved.is_file() else {}
+    before = _read_facts(saved) if saved.is_file() else {}
     _check_output(output, before.get("facts"), facts)
     check_first_documents(inputs, config.sources, config.max_bad_rows)
     size = sum(file.num_bytes for file in inputs)
@@ -60,16 +60,16 @@ def make_plan(config: PrepareConfig) -> Plan:
             "lower `launcher.workers`"
         )
     root.mkdir(parents=True, exist_ok=True)
-    plan = Plan(config, root, inputs, num_shards)
+    work = WorkFolder(config, root, inputs, num_shards)
     if tokenizer is not None:
-        write_tokenizer(tokenizer.inner, plan.path(TOKENIZER))
+        write_tokenizer(tokenizer.inner, work.path(TOKENIZER))
     if items:
-        save_json(plan.path(EVALUATION_TEXTS), items)
-    save_json(plan.path("plan.json"), {"facts": facts, "num_shards": num_shards})
-    return plan
+        save_json(work.path(EVALUATION_TEXTS), items)
+    save_json(work.path("plan.json"), {"facts": facts, "num_shards": num_shards})
+    return work
 
 
-def _read_plan(path: Path) -> dict:
+def _read_facts(path: Path) -> dict:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
