@@ -71,7 +71,7 @@ class PreparedCorpus:
 
 
 def prepare_corpus(
-    data: DataConfig, tokenizer: TokenizerConfig, architecture: str, model_vocab_size: int | None
+    data: DataConfig, tokenizer: TokenizerConfig, family: str, model_vocab_size: int | None
 ) -> PreparedCorpus:
     """Read, split, tokenize and write a corpus, or find it in the cache; existing token files are opened in place.
 
@@ -81,15 +81,15 @@ def prepare_corpus(
     folder. The cache is keyed by the content of the sources, so a changed file is read again.
 
     Args:
-        architecture: the family, as `model.family`.
+        family: as `model.family`.
         model_vocab_size: vocabulary size of the model; None uses the tokenizer's.
 
     Raises:
         ValueError: the sources or the tokenizer cannot be used, the corpus is too small to hold out a document, the
             tokenizer has more ids than the model, or the cache cannot be written.
     """
-    cache, family = cache_folder(data.cache_dir), family_of(architecture)
-    corpus = (IndexedCorpus if data.kind == "indexed" else TextCorpus)(data, family.corpus)
+    cache, traits = cache_folder(data.cache_dir), family_of(family)
+    corpus = (IndexedCorpus if data.kind == "indexed" else TextCorpus)(data, traits.corpus)
     try:
         loaded = corpus.load_tokenizer(tokenizer, model_vocab_size, cache)
         if model_vocab_size is not None and loaded.vocab_size > model_vocab_size:
@@ -105,9 +105,9 @@ def prepare_corpus(
         ) from None
     return PreparedCorpus(
         str(folder),
-        load(family.samples),
+        load(traits.samples),
         loaded.vocab_size,
-        {token: loaded.id_of(token) for token in family.corpus.special_tokens},
+        {token: loaded.id_of(token) for token in traits.corpus.special_tokens},
         manifest,
         parts,
         str(cache / "indices"),
@@ -115,7 +115,7 @@ def prepare_corpus(
     )
 
 
-def check_corpus(data: DataConfig, architecture: str) -> None:
+def check_corpus(data: DataConfig, family: str) -> None:
     """Check that the files of a corpus exist, without reading them.
 
     Raises:
@@ -125,7 +125,7 @@ def check_corpus(data: DataConfig, architecture: str) -> None:
         if data.kind == "local" and getattr(data, key) is not None:
             list_files(Path(getattr(data, key)), f"data.{key}")
     if data.kind == "indexed":
-        IndexedCorpus(data, family_of(architecture).corpus)
+        IndexedCorpus(data, family_of(family).corpus)
 
 
 class TextCorpus:

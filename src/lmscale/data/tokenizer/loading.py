@@ -31,7 +31,7 @@ def load_tokenizer(
         training_texts: called only if a tokenizer must be trained.
 
     Raises:
-        ValueError: files are missing or unreadable, the kind does not suit the architecture, or the hub is unreachable.
+        ValueError: files are missing or unreadable, the kind does not suit the family, or the hub is unreachable.
         OSError: the cache cannot be written.
     """
     if config.kind != "trained":
@@ -46,18 +46,18 @@ def load_tokenizer(
     return read_tokenizer(path)
 
 
-def load_published_tokenizer(config: TokenizerConfig, architecture: str | None = None) -> Tokenizer:
+def load_published_tokenizer(config: TokenizerConfig, family: str | None = None) -> Tokenizer:
     """Load GPT-2's or BERT's published tokenizer from local files or the hub.
 
     Args:
-        architecture: the family that it must suit; None: any.
+        family: that it must suit; None: any.
 
     Raises:
         ValueError: files are missing or unreadable, they are those of another family, the kind does not suit the
             model, or the hub is unreachable.
     """
     form = corpus_forms()[config.kind]
-    check_tokenizer(config, architecture or form.name)
+    check_tokenizer(config, family or form.name)
     inner = read_published(config)
     key = "tokenizer.path" if config.path is not None else "tokenizer.name"
     form.check_tokens(key, config.path or config.name or form.hub_name, inner.get_vocab())
@@ -68,14 +68,14 @@ def load_published_tokenizer(config: TokenizerConfig, architecture: str | None =
     return Tokenizer(inner)
 
 
-def check_tokenizer(config: TokenizerConfig, architecture: str) -> None:
+def check_tokenizer(config: TokenizerConfig, family: str) -> None:
     """Check the configuration of a tokenizer before anything is read.
 
     Raises:
-        ValueError: a published tokenizer is of a different architecture or its path is missing, or the size is too
+        ValueError: a published tokenizer is of a different family or its path is missing, or the size is too
             small for all bytes.
     """
-    size, form = config.vocab_size, family_of(architecture).corpus
+    size, form = config.vocab_size, family_of(family).corpus
     if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
         raise ValueError(too_small("tokenizer.vocab_size", size))
     if config.kind != "trained" and config.kind != form.tokenizer:

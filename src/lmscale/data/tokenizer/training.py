@@ -16,7 +16,7 @@ MIN_LETTERS = 200  # whatever they cover
 _MAX_CODES = 0xFFFE  # of one private-use plane
 
 
-def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: str) -> tokenizers.Tokenizer:
+def train_tokenizer(texts: list[str], family: str, vocab_size: int, key: str) -> tokenizers.Tokenizer:
     """Train a byte-level BPE or an uncased WordPiece; deterministic for the same texts in the same order.
 
     Args:
@@ -25,7 +25,7 @@ def train_tokenizer(texts: list[str], architecture: str, vocab_size: int, key: s
     Raises:
         ValueError: the size is too small for the letters of the texts.
     """
-    return _TRAINERS[family_of(architecture).corpus.algorithm](texts, vocab_size, key)
+    return _TRAINERS[family_of(family).corpus.algorithm](texts, vocab_size, key)
 
 
 def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
