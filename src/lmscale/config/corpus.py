@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from .checks import AboveZero, AtLeastTwo, Checked, Count, PathText, Positive, Rule, Share, require
-from .data import TokenizerConfig, Undecodable
+from .data import VALIDATION_EVERY, TokenizerConfig, Undecodable
 from .family import BUILT_IN
 from .from_dict import EntryConfig
 
@@ -182,7 +182,7 @@ class PrepareConfig(EntryConfig):
     evaluation_sets: dict[str, EvaluationSetConfig]
     overlap: OverlapConfig
     launcher: LauncherConfig
-    validation_every: AtLeastTwo = 30
+    validation_every: AtLeastTwo = VALIDATION_EVERY
     max_bad_rows: Count = 0
     duplicate_ids: Literal["count", "refuse"] = "count"
     shard_mb: Positive = 256

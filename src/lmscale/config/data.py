@@ -8,6 +8,7 @@ from .checks import AtLeastTwo, Checked, Count, Fraction, PathText, Positive, Ru
 from .family import corpus_forms
 
 Undecodable = Literal["fall_back", "replace", "refuse"]
+VALIDATION_EVERY = 30  # one document in 30 is held out: 29:1, as in the paper's corpus
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class DataConfig(Checked):
     split: str = "train"
     text_field: str = "text"
     undecodable: Undecodable = "refuse"
-    validation_every: AtLeastTwo = 30
+    validation_every: AtLeastTwo = VALIDATION_EVERY
     short_seq_probability: Fraction = 0.1
     # With 0 BERT's loss would be a mean over no token.
     mask_probability: Annotated[Fraction, Rule("above 0", bool)] = 0.15

@@ -18,6 +18,10 @@ from ..parallel.pipeline import sum_over_stages
 from .step.stock_trainer import dtype_of_trainer
 from .step.training_module import MicroBatch, TrainingModule
 
+# The metrics by stage, as logs, records and checkpoints name them.
+LOSS = {"train": "train/loss", "val": "val/loss", "test": "test/loss"}
+PERPLEXITY = {"val": "val/perplexity", "test": "test/perplexity"}
+
 
 class PretrainModule(TrainingModule):
     """Pretraining of one model on the loss of its family, and its mean over the validation sequences.
@@ -226,7 +230,7 @@ class PretrainModule(TrainingModule):
     def _metrics(self, stage: str, means: list[float]) -> dict[str, float]:
         perplexity = torch.tensor(means[0], dtype=torch.float64).exp().item()  # inf, while math.exp would raise
         loss, *terms = self.named_losses(stage, means).items()
-        return dict([loss, (f"{stage}/perplexity", perplexity), *terms])
+        return dict([loss, (PERPLEXITY[stage], perplexity), *terms])
 
     @property
     def validation_metrics(self) -> list[str]:
@@ -235,8 +239,9 @@ class PretrainModule(TrainingModule):
 
     def named_losses(self, stage: str, losses: Any) -> dict[str, Any]:
         """The loss and, if it has several terms, each of them, by metric name."""
+        # BERT: train/lm_loss, train/order_loss, val/lm_loss, val/order_loss and so on
         terms = {f"{stage}/{name}_loss": loss for name, loss in zip(self.loss_terms, losses, strict=True)}
-        return {f"{stage}/loss": sum(losses)} | (terms if len(losses) > 1 else {})
+        return {LOSS[stage]: sum(losses)} | (terms if len(losses) > 1 else {})
 
 
 class GPTModule(PretrainModule):
