@@ -180,7 +180,7 @@ def run_missing(cells: Sequence[Cell], more: Sequence[str], jobs: int, outputs: 
 def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any], outputs: Path) -> int:
     """Run cells again and compare; returns the number that differ. New records are `outputs`/ID.json.
 
-    Numbers need not be the same to the bit on CPUs of different models; results.md says what makes them so.
+    Numbers need not be the same to the bit on CPUs of different models; notebook 04 says what makes them so.
     """
     num_differing = 0
     for cell in cells:

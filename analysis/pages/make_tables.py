@@ -14,13 +14,10 @@ from omegaconf import OmegaConf
 
 from analysis.benchmarks.tables import cpu_speed, profile
 from analysis.finetuning.table import table_5
-from analysis.norm_order.cells import read_cells
-from analysis.norm_order.summary import order_differences
-from analysis.norm_order.tables import order_table, table_of_tests
 from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, status
 from analysis.pages.record_list import link_to_record, record_list
 from analysis.pages.results_page import fill, metric_tables
-from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.report.records import ANALYSIS, fitted_cluster, read_records
 from analysis.scaling.sizes import communication_table, memory_table, parameter_table, peak_memory
 from analysis.scaling.tables import figure_tables, scaling_tables
 from analysis.zero_shot.table import table_3
@@ -47,9 +44,6 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
     rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
-    cells, factorial = records_below(records, "norm_order"), records["norm_order.json"]["config"]["factorial"]
-    rows["Figure 7"] = order_table(order_differences(read_cells(cells), factorial))
-    rows["Placement"] = table_of_tests(records["norm_order_study.json"])
     rows["Records"] = record_list(records)
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
 
