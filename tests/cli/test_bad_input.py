@@ -49,37 +49,17 @@ BAD = {
         "`data.path` needs data=indexed (binary token files, of prepare_data.py or of Megatron-LM's own tool) or "
         "data=local (your own file or folder), but `data` is another choice",
     ),
-    "a missing path of other choices": (
-        ["data.path=no/such"],
-        "`data.path` must exist, but no/such does not; it needs data=indexed (",
-    ),
-    "a sweep without -m": (
+    "a sweep without -m, in Hydra's words": (
         ["optimizer.lr=1e-3,3e-3"],
-        "`optimizer.lr` must be one value without -m, which sweeps over",
+        "Ambiguous value for argument 'optimizer.lr=1e-3,3e-3' 1. To use it as a list, ",
     ),
     "grammar": (
         ["trainer.max_steps=[1"],
         "with quotes around what is special ('trainer.max_steps=\"[1\"'), but is 'trainer.max_steps=[1'",
     ),
-    "a group added twice": (["+sweep=norm_order"], "`sweep` must be given without +, as sweep=VALUE: the config"),
-    "a base that is not there": (
-        ["recipe=base/tiny_gptt"],
-        "base/paper_bert, base/paper_gpt, base/tiny_bert, base/tiny_gpt, but is 'base/tiny_gptt'; did you",
-    ),
     "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
-    "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, but is 4"),
-    "two models": (["model=[gpt_tiny,bert_tiny]"], "bert_tiny, gpt_1.2b, gpt_175b"),
-    "a file as run folder": (
-        ["hydra.run.dir=README.md"],
-        "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",
-    ),
-    **{
-        f"a file as the folder of a sweep, by {option}": (
-            [option, "hydra.sweep.dir=README.md"],
-            "`hydra.sweep.dir` must be a folder that can be made and written, but README.md: File exists",
-        )
-        for option in ("-m", "--multi", "hydra.mode=MULTIRUN")
-    },
+    "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, but is '4'"),
+    "a file as run folder": (["hydra.run.dir=README.md"], "README.md cannot be read or written: File exists"),
     "a new folder to resume from": (
         ["resume=auto", "model=gpt_tiny", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
         "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",
@@ -96,7 +76,6 @@ BAD = {
         ["++resume=null"],
         "`resume` must be none, auto or the path of a checkpoint, but is null; did you mean `none`?",
     ),
-    "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "a name that is a number": (
         ["name=1E234"],
         """`name` must be text, but is 1e+234; quotes make it text: 'name="..."'""",
@@ -205,27 +184,15 @@ def test_a_temporary_folder_with_a_path_too_long_for_sockets_is_refused(script, 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: mine\nsizes: [1\n", "model/mine.yaml must be YAML, but line 3 is not: expected ',' or ']'"),
-        (
-            "name: caf\udce9",
-            "model/mine.yaml must be a configuration file in UTF-8 that can be read, but: 'utf-8' codec can't decode",
-        ),
-        ("defaults: [base/gptt]", "`defaults` of model/mine.yaml must name files that exist, but model/base/gptt.yaml"),
+        ("name: mine\nsizes: [1\n", '/model/mine.yaml", line 3, column 1'),
+        ("defaults: [base/gptt]", "In 'model/mine': Could not load 'model/base/gptt'."),
     ],
 )
 def test_a_file_of_one_s_own_is_named_where_it_is_wrong(tmp_path, text, message) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/mine.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    (tmp_path / "model/mine.yaml").write_text(text)
     done = refuse(TRAIN, "--config-dir", str(tmp_path), "model=mine")
     assert done.returncode == 2 and message in only_line(done.stderr)
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc: root can read every other file")
-def test_a_file_of_one_s_own_that_cannot_be_read_is_named_and_not_the_run_folder(tmp_path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/mine.yaml").symlink_to("/proc/self/mem")
-    done = refuse(TRAIN, "--config-dir", str(tmp_path), "model=mine")
-    assert done.returncode == 2 and only_line(done.stderr).endswith("can be read, but: Input/output error")
 
 
 def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path) -> None:
@@ -412,18 +379,11 @@ def test_a_run_stopped_before_its_first_checkpoint_continues_only_with_resume(fi
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (FileNotFoundError(2, "No such file or directory"), "the working directory must exist, but was removed"),
-        (OSError(28, "No space left on device"), "the run folder cannot be written: No space left on device"),
-    ],
-)
-def test_an_error_of_the_system_without_a_file_is_told_without_one(error, message, capsys) -> None:
-    """os.getcwd in a removed folder, and Hydra's write to a full disk."""
+def test_an_error_of_the_system_without_a_file_is_told_without_one(capsys) -> None:
+    """Such as that of a write to a full disk."""
     with pytest.raises(SystemExit, match="2"):
-        exit_with(error)
-    assert capsys.readouterr().err == f"error: {message}\n"
+        exit_with(OSError(28, "No space left on device"))
+    assert capsys.readouterr().err == "error: a file cannot be read or written: No space left on device\n"
 
 
 @pytest.mark.parametrize(

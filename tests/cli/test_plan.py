@@ -243,11 +243,6 @@ def test_a_key_that_only_training_has_is_refused_by_saying_so(override: str) -> 
             ["cluster=a100"],
             "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, but is 'a100'; did you mean `dgx_a100`?",
         ),
-        (
-            ["cluster=conf/cluster/h100.yaml"],
-            "`cluster` must be one of cpu, dgx2h_v100, dgx_a100, h100, h200, or cluster.path=FILE for a file of your "
-            "own, but is conf/cluster/h100.yaml",
-        ),
         (["cluster.color=red"], "`cluster.color` is not a known key"),
         (
             ["-m", "model=gpt_1.2b", "top=1,0"],

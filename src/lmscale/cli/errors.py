@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import NoReturn, TextIO
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import MarkedYAMLError
+from yaml import YAMLError
 
 from ..config.checks import closest, did_you_mean
 from ..config.family import corpus_forms
@@ -69,10 +68,7 @@ def one_line_errors() -> Iterator[None]:
     except (ValueError, OSError, subprocess.CalledProcessError) as error:
         if WANTS_TRACEBACK:
             raise
-        text = str(error)
-        if isinstance(error, OSError):
-            text = f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
-        exit_with(error if isinstance(error, ValueError) else ValueError(text))
+        exit_with(error if isinstance(error, ValueError | OSError) else ValueError(str(error)))
 
 
 def end_without_reader() -> NoReturn:
@@ -91,18 +87,7 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    """The error in one line, with the rule, the name and the value."""
-    if isinstance(error, MissingConfigException) and (hint := _hint_at_path(sys.argv[1:])):
-        return hint
-    if isinstance(error, MissingConfigException) and error.options:
-        missing = error.missing_cfg_file or ""
-        given = (override for override in sys.argv[1:] if override.replace("=", "/", 1) == missing)
-        group, _, choice = next(given, "=".join(missing.rsplit("/", 1))).partition("=")  # a choice may have a slash
-        bases = [f"base/{path.stem}" for path in files_of(f"{group}/base") if choice.startswith("base/")]
-        choices = bases or [option for option in error.options if not option.startswith("base")]
-        own_file = "" if bases else _OWN_FILE.get(group, "").format(choice)
-        meant = (not bases and _of_hugging_face(group, choice)) or did_you_mean(choice, choices) + own_file
-        return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
+    """The error in one line, with the rule, the name and the value; a message that is not known here as it is."""
     if isinstance(error, MissingMandatoryValue):
         return f"`{error.full_key}` must be given{_how_to_make(error.full_key)}"
     if isinstance(error, OverrideParseException):
@@ -113,55 +98,50 @@ def _one_line(error: Exception) -> str:
             f"an argument must be of the form key=value, with quotes around what is special{form}, but is "
             f"{error.override!r}"
         )
+    if isinstance(error, OSError) and not isinstance(error, HydraException):
+        return f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
     text = str(error)
-    included = re.match(r"In '(.+)': Could not load '((.+)/(.+))'", text)
-    if included:
-        known = [path.stem for path in files_of(included[3])]
-        there = f"conf/{included[3]} has {', '.join(known)}{did_you_mean(included[4], known)}"
-        return f"`defaults` of {included[1]}.yaml must name files that exist, but {included[2]}.yaml does not; {there}"
-    if isinstance(error, MarkedYAMLError):
-        return f"{error.problem_mark.name} must be YAML, but line {error.problem_mark.line + 1} is not: {error.problem}"
-    frames = (frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__))
-    read = [names["full_path"] for names in frames if "full_path" in names]  # as Hydra calls a configuration file
-    if read and isinstance(error, UnicodeDecodeError | OSError):
-        reason = getattr(error, "strerror", error)
-        return f"{read[-1]} must be a configuration file in UTF-8 that can be read, but: {reason}"
+    has_options = isinstance(error, MissingConfigException) and error.options
+    if has_options or text.startswith("Config group override must be"):
+        text = _wrong_choice(error) or text
     raised_here = re.search(r"^ValueError raised while resolving interpolation: (`.*)$", text, re.M)
     if raised_here:
         return raised_here.group(1)
-    twice = re.match(r"(?:Multiple values for )?(\S+?)(?:\. To override| appears more than once)", text)
-    if twice and any(arg.startswith(f"+{twice[1]}=") for arg in sys.argv):
-        return f"`{twice[1]}` must be given without +, as {twice[1]}=VALUE: the configuration has one already"
     ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
     if ungiven:
         return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
-    swept = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
-    if swept:
-        return f"`{swept[1]}` must be one value without -m, which sweeps over several, but is {swept[2]}"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         choices = _choices_with(unknown[1])
         if choices and entry_point() != "plan":  # a plan has groups of training that it does not read
-            needs = f"needs {' or '.join(choices)}, but `{unknown[1].partition('.')[0]}` is another choice"
-            return f"`{unknown[1]}` {_missing_path(unknown[1])}{needs}"
+            group = unknown[1].partition(".")[0]
+            return f"`{unknown[1]}` needs {' or '.join(choices)}, but `{group}` is another choice"
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
-    if text.startswith(("Config group override must be", "Error resolving interpolation '${model}'")):
-        text = _wrong_choice(sys.argv[1:]) or text
-    if isinstance(error, OSError) and not isinstance(error, HydraException):  # Hydra makes the folder
-        if error.filename is not None:
-            sweeps = any(frame.name == "multirun" for frame in traceback.extract_tb(error.__traceback__))  # Hydra's
-            key = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
-            return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
-        if isinstance(error, FileNotFoundError):  # of os.getcwd
-            return "the working directory must exist, but was removed"
-        return f"the run folder cannot be written: {error.strerror}"
     no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
     if no_row:
         rows = ", ".join(map(str, error.parent_node._get_root().task.by_size))
         return f"`size` must be one of {rows}, the rows that the task's file has in `by_size`, but is {no_row[1]}"
-    if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException)):
+    if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException, YAMLError)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()
+
+
+def _wrong_choice(error: Exception) -> str | None:
+    """Message for a choice that its group does not have; None for a number where no group is typed so."""
+    typed = [argument.lstrip("+").partition("=")[::2] for argument in sys.argv[1:]]
+    if isinstance(error, MissingConfigException):  # the choice may have a slash, or be that of another one
+        missing, options = error.missing_cfg_file, error.options
+        group, choice = next((pair for pair in typed if "/".join(pair) == missing), missing.rsplit("/", 1))
+    else:
+        known = {group: [path.stem for path in files_of(group)] for group, _ in typed}
+        group, choice = next((pair for pair in typed if known[pair[0]] and pair[1] not in known[pair[0]]), (None, None))
+        options = known.get(group)
+    if group is None:
+        return None
+    choices = [option for option in options if not option.startswith("base")]
+    own_file = _OWN_FILE.get(group, "").format(choice)
+    meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + own_file
+    return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
 
 
 def _closest(key: str) -> str:
@@ -217,13 +197,6 @@ def _choices_with(key: str) -> list[str]:
     return found
 
 
-def _missing_path(key: str) -> str:
-    """What the message begins with if the key's value is a path that does not exist."""
-    path = next((arg.partition("=")[2] for arg in sys.argv[1:] if arg.lstrip("+").startswith(f"{key}=")), "")
-    is_missing = key.endswith("path") and not (Path(path).exists() or Path(f"{path}.idx").exists())
-    return f"must exist, but {path} does not; it " if is_missing else ""
-
-
 def _how_to_make(key: str) -> str:
     """Where the checkpoint comes from that an entry point needs."""
     if key != "ckpt":
@@ -246,27 +219,3 @@ def _of_hugging_face(group: str, choice: str) -> str:
             f"; one of Hugging Face is given by its kind, {' or '.join(corpus_forms())}, with tokenizer.name={choice}"
         )
     return ""
-
-
-def _wrong_choice(overrides: list[str]) -> str | None:
-    """Message for the first group whose value is not one of its choices; None if there is none."""
-    for override in overrides:
-        group, _, choice = override.partition("=")
-        choices = [path.stem for path in files_of(group)]
-        if choices and choice.strip("'\"") not in choices:
-            return f"`{group}` must be one of {', '.join(choices)}, but is {choice}{did_you_mean(choice, choices)}"
-    return None
-
-
-def _hint_at_path(overrides: list[str]) -> str | None:
-    """Message if a group is given a user's file as its choice, although it takes the file under `path`."""
-    for override in overrides:
-        group, _, choice = override.partition("=")
-        if choice.endswith((".yaml", ".yml")) and group.isidentifier():
-            files = files_of(group)
-            if any(f"# {group}.path=" in path.read_text(encoding="utf-8") for path in files):
-                choices = ", ".join(path.stem for path in files)
-                return (
-                    f"`{group}` must be one of {choices}, or {group}.path=FILE for a file of your own, but is {choice}"
-                )
-    return None
