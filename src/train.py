@@ -12,7 +12,7 @@ from lmscale.cli.next_command import after_training, continue_trainings
 from lmscale.cli.own_keys import add_own_keys
 from lmscale.output import outlast_full_disk
 from lmscale.runtime.interruption import stop_before_training
-from lmscale.runtime.world import join_ranks
+from lmscale.runtime.world import join_ranks, world_from_outside
 
 
 def train(values: dict, files: dict[str, str]) -> None:
@@ -28,11 +28,11 @@ def train(values: dict, files: dict[str, str]) -> None:
 
     outlast_full_disk()
     join_ranks()
-    job = resolve(RunConfig.from_dict(values), files)
+    run = resolve(RunConfig.from_dict(values), world_from_outside(), files)
     from lmscale.runtime.launch import launch
     from lmscale.training.pretrain import pretrain  # imports Lightning, which takes seconds
 
-    launch(pretrain, job, job.layout.world_size, job.run.max_restarts, saves=True)
+    launch(pretrain, run, run.layout.world_size, run.request.max_restarts, saves=True)
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def save(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, background:
     metadata = CheckpointMetadata(step, {"tp_size": num_ranks, "dp_size": 1}, {}, entries, {}, {}, {}, {"seed": seed})
     mine = {k: t if dim is None else t.chunk(num_ranks, dim)[rank].contiguous() for k, (t, dim) in tensors.items()}
     writer = CheckpointWriter("token", rank, num_ranks, timeout_s=60.0)
-    job, agreed = SimpleNamespace(run=RUN), SimpleNamespace(describe=lambda job: {})
+    run = SimpleNamespace(request=RUN, describe=dict)
     session = SimpleNamespace(folder=folder.parent, interruption=None, ending=None)
-    checkpointing = Checkpointing(job, agreed, session, None, None)
+    checkpointing = Checkpointing(run, session, None, None)
     checkpointing.folder = folder
     prune = checkpointing._remove_old
     share = divide_tensors(entries, ParallelContext(rank, num_ranks))
@@ -155,9 +155,9 @@ def resume(folder: Path, rank: int) -> None:
     corpus.mkdir(exist_ok=True)
     (corpus / "tokenizer.json").write_text(TOKENIZER)
     assert agree_on_checkpoint(RUN, folder, None, STRATEGY) == str(folder / "checkpoints" / "step_2.ckpt")
-    agreed = SimpleNamespace(step=2, describe=lambda job: {})
-    job = SimpleNamespace(files={".hydra/config.yaml": "a: 1\n"}, corpus=SimpleNamespace(folder=corpus))
-    prepare_folder(job, agreed, folder, MetricsFile(folder / "metrics.csv", ()))
+    decided = {"start": SimpleNamespace(step=2), "describe": dict, "corpus": SimpleNamespace(folder=corpus)}
+    run = SimpleNamespace(files={".hydra/config.yaml": "a: 1\n"}, **decided)
+    prepare_folder(run, folder, MetricsFile(folder / "metrics.csv", ()))
 
 
 def check_resumed(folder: Path) -> None:

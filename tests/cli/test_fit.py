@@ -11,7 +11,7 @@ from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_byt
 from lmscale.planner.workload import Workload
 from lmscale.runtime.world import World
 from lmscale.training import fit
-from lmscale.training.fit import resolve_layout
+from lmscale.training.fit import choose_layout, choose_mode
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
@@ -75,10 +75,10 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelConfig(tp_size="auto", dp_size=dp_size)
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
-    assert resolve_layout(request, job, None).tp_size == 1
+    assert choose_layout(request, job, None)[0].tp_size == 1
     monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
-        resolve_layout(request, job, None)
+        choose_layout(request, job, None)
 
 
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}])
@@ -86,12 +86,12 @@ def test_all_ranks_share_the_memory_of_a_host_without_gpus(monkeypatch, sizes) -
     job = Workload(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "fp32", 1, on_gpu=False)
     each = estimate_memory(job, Layout(**sizes)).total - usable_bytes(0, on_gpu=False)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each)
-    fit.check_memory("run", job, Layout(**sizes), None)
+    choose_mode("run", [job], Layout(**sizes), None)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each - 2)
     given = "tp_size 1, pp_size 2, micro_batch_size 2" if "pp_size" in sizes else "micro_batch_size 2"
     with pytest.raises(ValueError, match=rf", {given} needs .* x 2 rank\(s\) on this host"):
-        fit.check_memory("run", job, Layout(**sizes), None)
-    fit.check_memory("run", job, Layout(**sizes), World("srun", size=2, local_size=1))  # the other is elsewhere
+        choose_mode("run", [job], Layout(**sizes), None)
+    choose_mode("run", [job], Layout(**sizes), World("srun", size=2, local_size=1))  # the other is elsewhere
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
@@ -100,10 +100,11 @@ def test_the_copies_of_saves_respect_the_host_memory(monkeypatch, accelerator) -
     config, layout = TransformerConfig("gpt", 2, 64, 4, 2000, 32), Layout(tp_size=2, dp_size=2)
     job = Workload(config, 2, 4, 32, "bf16", on_gpu=accelerator == "gpu")
     each = checkpoint_bytes(job, layout) - usable_bytes(0, on_gpu=False)
+    needed = estimate_memory(job, layout).total
     if accelerator == "cpu":
-        each += estimate_memory(job, layout).total
+        each += needed
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
-    fit.check_copies("checkpoint.async", job, layout, None)
+    fit.check_copies("checkpoint.async", job, layout, needed, None)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
     with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
-        fit.check_copies("checkpoint.async", job, layout, None)
+        fit.check_copies("checkpoint.async", job, layout, needed, None)

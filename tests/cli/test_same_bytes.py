@@ -18,7 +18,7 @@ from lmscale.planner.memory import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.planner.question import plan_layout
 from lmscale.planner.workload import Workload
 from lmscale.training import fit
-from lmscale.training.fit import resolve_layout, resolve_recompute
+from lmscale.training.fit import choose_layout, choose_mode
 
 GIB = 2**30
 GRID = [
@@ -79,7 +79,7 @@ def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> N
     monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     workload = Workload.of(run, compiles=accelerator == "gpu", on_gpu=accelerator == "gpu")
-    fit.check_memory(run.name, workload, resolve_layout(run.parallel, workload, None), None)
+    choose_mode(run.name, [workload], choose_layout(run.parallel, workload, None)[0], None)
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cpu"])
@@ -128,7 +128,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
         try:
-            trained = resolve_layout(run.parallel, Workload.of(run), None)
+            trained, _ = choose_layout(run.parallel, Workload.of(run), None)
         except ValueError:  # no layout fits, or none on eight GPUs
             with pytest.raises(ValueError, match="no tp_size fits"):
                 plan_layout(wanted)
@@ -177,12 +177,10 @@ def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(com
     assert needed["none"] > needed["selective"] > needed["full"]
     for mode, memory in needed.items():
         monkeypatch.setattr(fit, "device_memory", lambda _, memory=memory: memory)
-        assert resolve_recompute(run, on_gpu, layout).config.recompute == mode
-        assert resolve_recompute(run, on_cpu, layout).config.recompute == "none"
+        assert choose_mode(run.name, on_gpu.in_each_mode(), layout, None)[0].config.recompute == mode
         if mode != "none":
             with pytest.raises(ValueError, match=f"; here model.recompute={mode} fits"):
-                fit.check_memory(run.name, on_gpu, layout, None)
+                choose_mode(run.name, [on_gpu], layout, None)
     monkeypatch.setattr(fit, "device_memory", lambda _: needed["full"] - 1)
-    assert resolve_recompute(run, on_gpu, layout).config.recompute == "none"
     with pytest.raises(ValueError, match="; model.recompute=full and a smaller micro_batch_size need less"):
-        fit.check_memory(run.name, on_gpu, layout, None)
+        choose_mode(run.name, on_gpu.in_each_mode(), layout, None)

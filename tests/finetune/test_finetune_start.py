@@ -115,8 +115,8 @@ def test_a_finetuning_needs_18_bytes_per_parameter_that_are_free(tmp_path, monke
     features = job.training_features()
     for free, error in [(needed, "the model is built"), (needed - 1, "the memory a rank needs")]:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 2 * needed))
-        trainer = new_trainer(dataclasses.replace(job, accelerator="cpu"), max_steps=1)
-        run_one = run_on_this_rank(job, trainer, lambda session: finetuning.train(job, features, 3, session))
+        trainer = new_trainer(job.run, job.layout, "cpu", max_steps=1)
+        run_one = run_on_this_rank(job.run, trainer, lambda session: finetuning.train(job, features, 3, session))
         assert run_one == USER_ERROR
         assert capfd.readouterr().err.startswith(f"error: {error}")
 

@@ -13,7 +13,8 @@ from ranks import run_in_turn, run_ranks
 from lmscale.checkpoint import CheckpointReader, list_checkpoints
 from lmscale.config.pretrain import RunConfig
 from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import ResolvedRun, resolve
+from lmscale.training.resolve import resolve
+from lmscale.training.run import Run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ONE = "1x1x1"  # the folder of the run in one process; see run_layouts
@@ -84,11 +85,11 @@ def run_jobs(
         expected: the exit code they must end with.
         fault: called on each rank, with its number, before the first run.
     """
-    jobs = []
+    resolved = []
     for run in runs:
         assert run.parallel.tp_size * run.parallel.num_stages * run.parallel.dp_size == world_size
-        jobs.append(resolve(run))
-    run_ranks(_train_all, world_size, jobs, expected, fault)
+        resolved.append(resolve(run))
+    run_ranks(_train_all, world_size, resolved, expected, fault)
 
 
 def at(layout: tuple[int, int, int]) -> dict[str, int]:
@@ -110,11 +111,11 @@ def run_layouts(cases: Iterable[tuple[str, Path, dict, Iterable[tuple[int, int, 
         run_jobs(those, world_size)
 
 
-def _train_all(rank: int, jobs: list[ResolvedRun], expected: int, fault: Callable[[int], None] | None) -> None:
+def _train_all(rank: int, runs: list[Run], expected: int, fault: Callable[[int], None] | None) -> None:
     if fault is not None:
         fault(rank)
     gc.freeze()  # garbage collection at the Trainer's end would take half the time of a tiny run
-    assert run_in_turn(rank, pretrain, jobs) == [expected] * len(jobs)
+    assert run_in_turn(rank, pretrain, runs) == [expected] * len(runs)
 
 
 def read_rows(run_dir: str | Path) -> list[dict[str, float]]:

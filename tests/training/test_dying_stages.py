@@ -13,7 +13,8 @@ from runs import assert_same_run, run_jobs, tiny_run
 from lmscale.parallel import pipeline
 from lmscale.runtime.exit_codes import DONE, FAILED
 from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import ResolvedRun, resolve
+from lmscale.training.resolve import resolve
+from lmscale.training.run import Run
 
 NUM_STAGES, TIMEOUT_S = 3, 60.0
 OPTIONS = {"model__num_layers": 3, "parallel__pp_size": NUM_STAGES, "micro_batch_size": 2, "resume__path": "auto"}
@@ -34,11 +35,11 @@ def die_before(number: int) -> None:
     pipeline.exchange = count_and_exchange
 
 
-def on_rank(rank: int, job: ResolvedRun, port: int, dying: int, number: int) -> None:
+def on_rank(rank: int, run: Run, port: int, dying: int, number: int) -> None:
     os.environ |= torchrun_rank(rank, NUM_STAGES) | {"MASTER_PORT": str(port)}
     if rank == dying:
         die_before(number)
-    sys.exit(pretrain(job))
+    sys.exit(pretrain(run))
 
 
 def train(folder: Path, dying: int, number: int) -> list[int | None]:

@@ -15,7 +15,6 @@ from lmscale.planner.workload import Workload
 from lmscale.runtime.exit_codes import USER_ERROR
 from lmscale.runtime.ranks import AgreedError, Ranks
 from lmscale.training import device_memory, pretrain, resolve
-from lmscale.training.agreement import Agreement
 from lmscale.training.session import new_trainer, run_on_this_rank
 
 TOTAL = 80 * GIB
@@ -71,17 +70,16 @@ def test_the_groups_have_taken_their_memory_before_it_is_read(gpu_with, monkeypa
 
 
 def test_a_run_ends_with_one_line_before_its_model_is_built(tmp_path, gpu_with, monkeypatch, capfd) -> None:
-    job = resolve.resolve(tiny_run("gpt", tmp_path))
-    workload = Workload.of(job.run, on_gpu=True)
-    needed = estimate_memory(dataclasses.replace(workload, config=job.model), job.layout).total
-    agreed = Agreement(None, False, 0, 0.0, job.run.optimizer, job.run.schedule, job.model, job.kernels)
-    monkeypatch.setattr(pretrain, "agree", lambda job, session: agreed)
+    run = resolve.resolve(tiny_run("gpt", tmp_path))
+    workload = Workload.of(run.request, on_gpu=True)
+    needed = estimate_memory(dataclasses.replace(workload, config=run.model), run.layout).total
+    monkeypatch.setattr(pretrain, "agree", lambda run, session: run)
     monkeypatch.setattr(pretrain, "train_as_agreed", lambda *_: 0)
-    on_gpu = dataclasses.replace(job, accelerator="gpu")
+    on_gpu = dataclasses.replace(run, accelerator="gpu")
     for free, exit_code in ((needed, 0), (needed - 1, USER_ERROR)):
         gpu_with(free)
-        trainer = new_trainer(job, max_steps=1)
-        assert run_on_this_rank(job, trainer, lambda session: pretrain.train(on_gpu, session)) == exit_code
+        trainer = new_trainer(run.request, run.layout, "cpu", max_steps=1)
+        assert run_on_this_rank(run.request, trainer, lambda session: pretrain.train(on_gpu, session)) == exit_code
     assert capfd.readouterr().err.startswith("error: the memory a rank needs must be at most what is free on its GPU")
 
 

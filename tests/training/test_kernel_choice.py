@@ -25,6 +25,7 @@ from lmscale.training.checkpoints import resuming
 from lmscale.training.checkpoints.resuming import kept_metadata
 from lmscale.training.kernel_choice import keep_compile, resolve_attention
 from lmscale.training.resolve import check, resolve
+from lmscale.training.run import Run, Start
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def two_cores(monkeypatch) -> None:
 
 
 @pytest.fixture
-def compiles(two_cores, monkeypatch) -> Callable[..., bool]:
+def compiles(two_cores) -> Callable[..., bool]:
     """Whether a run is compiled on hosts of two cores."""
 
     def ask(*overrides: str, num_hosts: int = 1) -> bool:
         world = World("torchrun", size=num_hosts) if num_hosts > 1 else None
-        monkeypatch.setattr("lmscale.training.resolve.world_from_outside", lambda: world)
-        return check(composed("micro_batch_size=4", f"parallel.dp_size={num_hosts}", *overrides)).kernels.compiles
+        request = composed("micro_batch_size=4", f"parallel.dp_size={num_hosts}", *overrides)
+        return check(request, world).kernels.compiles
 
     return ask
 
@@ -122,11 +123,11 @@ def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path
     assert read_record(tmp_path)["config"]["compile"] is False
     (tmp_path / "record.json").unlink()
     monkeypatch.setattr(kernel_choice, "LEAST_SECONDS", 0)  # as on fewer cores
-    job = resolve(run)
-    assert job.checkpoint is not None and not job.kernels.compiles
-    assert job.compile_choice == "compile=auto: eager, as in the checkpoint"
+    resumed = resolve(run)
+    assert resumed.start.resumes and not resumed.kernels.compiles
+    assert resumed.compile_choice == "compile=auto: eager, as in the checkpoint"
     new = tiny_run("gpt", tmp_path / "new", compile="auto", precision__dtype="fp32")
-    branch = {"path": job.checkpoint, "weights_only": True}
+    branch = {"path": resumed.start.checkpoint, "weights_only": True}
     for other in (new, dataclasses.replace(new, resume=dataclasses.replace(new.resume, **branch))):
         assert resolve(other).kernels.compiles
     assert resolve(new).compile_choice == "compile=auto: compiled"
@@ -143,17 +144,19 @@ def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) 
     assert keep_compile(dataclasses.replace(run, compile=False), True, kept) is False
 
 
-def job_that_measures() -> SimpleNamespace:
-    run = tiny_run("gpt", Path("x"), model__attention="auto")
-    model, layout = run.model.resolve(600), Layout()
-    return SimpleNamespace(run=run, model=model, kernels=PLAIN, layout=layout, measures_attention=True)
+def run_that_measures(checkpoint: str | None = None) -> Run:
+    request = tiny_run("gpt", Path("x"), model__attention="auto")
+    decided = {"accelerator": "gpu", "layout": Layout(), "batch": request.check_layout(Layout()), "kernels": PLAIN}
+    start = Start(checkpoint, checkpoint is not None, 0, 0.0, request.optimizer, request.schedule)
+    model = request.model.resolve(600)
+    return Run(request=request, model=model, compile_choice="", measures_attention=True, start=start, **decided)
 
 
 def test_only_rank_0_measures_and_decides() -> None:
     theirs = Kernels(compiles=True), "efficient", "full"
     strategy = SimpleNamespace(is_global_zero=False, ranks=SimpleNamespace(broadcast=lambda mine: theirs))
-    model, kernels = agree_on_kernels(job_that_measures(), None, strategy)
-    assert (model.attention, model.recompute, kernels.compiles) == ("efficient", "full", True)
+    run = agree_on_kernels(run_that_measures(), strategy)
+    assert (run.model.attention, run.model.recompute, run.kernels.compiles) == ("efficient", "full", True)
 
 
 @pytest.mark.parametrize("before, attention", [("gpu", "efficient"), ("cpu", "flash")])
@@ -162,7 +165,7 @@ def test_ranks_that_go_on_keep_the_attention_of_a_checkpoint_from_a_gpu(monkeypa
     monkeypatch.setattr(resuming, "read_metadata", lambda path: written)
     monkeypatch.setattr(agreement, "fastest_backend", lambda *_: "flash")
     strategy = SimpleNamespace(is_global_zero=True, ranks=Ranks(), root_device=None)
-    assert agree_on_kernels(job_that_measures(), "checkpoint", strategy)[0].attention == attention
+    assert agree_on_kernels(run_that_measures("checkpoint"), strategy).model.attention == attention
 
 
 def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:

@@ -203,9 +203,9 @@ def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:
 
 
 def test_the_time_of_a_validation_belongs_to_no_step(tmp_path) -> None:
-    job = SimpleNamespace(run=tiny_run("gpt", tmp_path), on_gpu=False)
+    run = SimpleNamespace(request=tiny_run("gpt", tmp_path), on_gpu=False, model=small_config("gpt"))
     session = SimpleNamespace(watchdog=Watchdog(0, 60), ending=Ending())
-    report = StepReport(job, SimpleNamespace(model=small_config("gpt")), session)
+    report = StepReport(run, session)
     report.timer, report._batch_end = PhaseTimer(torch.device("cpu")), time.perf_counter() - 99
     report.on_validation_end(SimpleNamespace(loggers=[]), SimpleNamespace(validation={}, completed_steps=1))
     report.on_train_batch_start(None, None, None, 0)

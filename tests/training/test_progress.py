@@ -17,7 +17,7 @@ def report(**metrics: float) -> SimpleNamespace:
     known = {"train/loss": 10.1234, "lr": 1.5e-4, "grad_norm": 12.3, "tokens_per_s": 1234567.0}
     known |= {"tflops_per_s_per_device": 123.4, "mfu": 0.412, "memory_gib": 70.12, "loss_scale": 4294967296.0}
     run = SimpleNamespace(precision=SimpleNamespace(dtype="fp16"))
-    return SimpleNamespace(metrics=known | metrics, validation={"val/loss": 10.2}, validated_at=100, run=run)
+    return SimpleNamespace(metrics=known | metrics, validation={"val/loss": 10.2}, validated_at=100, request=run)
 
 
 @pytest.mark.parametrize("columns", [40, 80, 132, 400])

@@ -3,28 +3,31 @@
 import dataclasses
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from composed import CONF, composed_run
 from entry_points import slurm_task
 from lightning.pytorch.utilities import rank_zero_only
-from runs import tiny_run
+from runs import tiny_run, train_here
 
+from lmscale import checkpoint
 from lmscale.config import Layout
 from lmscale.config.layout import ParallelConfig
-from lmscale.data import sampler
-from lmscale.data.sampler import Blend, RunSamples, resolve_validation
+from lmscale.config.pretrain import RunConfig
+from lmscale.data.sampler import Blend, RunSamples
+from lmscale.planner import memory
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
 from lmscale.runtime import accelerator
 from lmscale.runtime.world import World
-from lmscale.training import fit, pretrain, resolve
+from lmscale.training import agreement, fit, pretrain, resolve
 from lmscale.training.announcement import describe_idle_gpus
 from lmscale.training.checkpoints import resuming
-from lmscale.training.job import Job
 from lmscale.training.session import new_trainer
 
 
@@ -76,7 +79,9 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
         "gpt", tmp_path, precision__dtype="bf16", model__attention="auto", model__recompute="auto", resume="auto"
     )
     before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
-    monkeypatch.setattr(resuming, "read_metadata", lambda path: before)
+    before.step, before.state = 1, {}
+    for module in (resuming, checkpoint):
+        monkeypatch.setattr(module, "read_metadata", lambda path: before)
     monkeypatch.setattr(resuming, "find_checkpoint", lambda run: "checkpoint")
     job = Workload.of(run, attention="exact")
     none, selective = (estimate_memory(job.change(recompute=mode), Layout()).total for mode in ("none", "selective"))
@@ -84,6 +89,41 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     gpu_of(none - 1)  # enough for a fused core
     model = resolve.check(run).model
     assert (model.attention, model.recompute) == ("exact", "selective")
+
+
+def test_a_resumed_run_decides_everything_once_in_the_command_and_again_on_a_rank_only_what_others_may_change(
+    tmp_path, monkeypatch
+) -> None:
+    run = tiny_run("gpt", tmp_path, resume="auto", trainer__stop_after_steps=2)
+    train_here(run)
+    longer = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, stop_after_steps=None))
+    calls = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: calls.update([name]) or original(*given))
+
+    for owner in (resuming, agreement):
+        count(owner, "find_checkpoint")
+        count(owner, "check_fit")
+    count(RunConfig, "check_layout")
+    count(resolve, "resolve_kernels")
+    count(memory, "estimate_memory")
+    resolved = resolve.resolve(longer)
+    once = dict.fromkeys(("find_checkpoint", "check_fit", "check_layout", "resolve_kernels", "estimate_memory"), 1)
+    assert calls == once
+    calls.clear()
+    assert pretrain.pretrain(resolved) == 0
+    assert calls == {"find_checkpoint": 1, "check_fit": 1}  # another job may have written checkpoints until the lock
+
+
+def test_a_layout_that_auto_chose_is_estimated_once(tmp_path, monkeypatch, gpu_of) -> None:
+    run = tiny_run("gpt", tmp_path, precision__dtype="bf16", parallel__tp_size="auto", model__recompute="auto")
+    estimate, estimated = memory.estimate_memory, []
+    monkeypatch.setattr(memory, "estimate_memory", lambda *given: estimated.append(given) or estimate(*given))
+    gpu_of(estimate(Workload.of(run), Layout(tp_size=2)).total)
+    assert resolve.check(run).layout.tp_size == 2
+    assert [layout.tp_size for _, layout in estimated] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +139,7 @@ def test_dp_size_auto_takes_as_many_gpus_as_the_batch_allows(
     run = dataclasses.replace(run, parallel=ParallelConfig())
     layout = resolve.check(run).layout
     assert layout == Layout(tp_size=1, dp_size=dp_size)
-    said = describe_idle_gpus(Job(run=run, layout=layout, accelerator="gpu"))
+    said = describe_idle_gpus(SimpleNamespace(request=run, layout=layout, on_gpu=True))
     number = (
         f"dp_size=auto: {dp_size} of {gpus} GPUs, because it must divide the {whole // micro} micro-batches of a step"
     )
@@ -113,7 +153,7 @@ def test_gpus_that_another_launcher_or_the_tensor_ranks_leave_are_not_put_down_t
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     run = tiny_run("gpt", tmp_path, micro_batch_size=4, global_batch_size=512)
     run = dataclasses.replace(run, parallel=ParallelConfig())
-    assert describe_idle_gpus(Job(run=run, layout=layout, accelerator="gpu")) == ""
+    assert describe_idle_gpus(SimpleNamespace(request=run, layout=layout, on_gpu=True)) == ""
 
 
 def test_zero1_whose_saves_the_host_cannot_hold_is_refused(tmp_path, monkeypatch, gpu_of) -> None:
@@ -139,12 +179,12 @@ def test_the_ranks_of_one_host_share_its_memory(tmp_path, monkeypatch) -> None:
 
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:
     gpu_of(2**40)
-    monkeypatch.setattr(resolve, "world_from_outside", lambda: World("srun", 8, 8, 0, 0))
+    world = World("srun", 8, 8, 0, 0)
     sizes = {"micro_batch_size": 8, "global_batch_size": 16}
     run = dataclasses.replace(tiny_run("gpt", tmp_path, precision__dtype="bf16", **sizes), parallel=ParallelConfig())
     with pytest.raises(ValueError, match=r"`global_batch_size` must be a multiple .* \(8 x 8\), but is 16"):
-        resolve.check(run)
-    assert resolve.check(dataclasses.replace(run, micro_batch_size=2)).layout == Layout(tp_size=1, dp_size=8)
+        resolve.check(run, world)
+    assert resolve.check(dataclasses.replace(run, micro_batch_size=2), world).layout == Layout(tp_size=1, dp_size=8)
 
 
 def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_is_refused(tmp_path, gpu_of) -> None:
@@ -169,7 +209,7 @@ def test_auto_takes_one_tensor_rank_for_an_odd_micro_batch_in_halves_or_the_run_
 def test_torch_and_lightning_find_the_ranks_that_were_started(monkeypatch, tmp_path, variables, size, rank) -> None:
     monkeypatch.setattr(os, "environ", dict(variables))
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # the trainer sets it to its rank, for every later test
-    trainer = new_trainer(Job(run=tiny_run("gpt", tmp_path), accelerator="cpu", layout=Layout()))
+    trainer = new_trainer(tiny_run("gpt", tmp_path), Layout(), "cpu")
     found = trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.strategy.launcher
     assert found == (size, rank, rank, 0, None)
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == (str(size), str(size))
@@ -191,16 +231,16 @@ def test_ranks_that_see_only_their_own_gpu_are_refused(monkeypatch) -> None:
 def test_a_run_leaves_the_determinism_that_the_environment_asks_for_and_undoes_that_of_the_run_before(
     tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(pretrain, "new_trainer", lambda job, **options: options["deterministic"])
-    job = SimpleNamespace(run=tiny_run("gpt", tmp_path), batch=SimpleNamespace(num_micro_batches=1))
-    assert pretrain.build_trainer(job) is None
+    monkeypatch.setattr(pretrain, "new_trainer", lambda *_, **options: options["deterministic"])
+    run = SimpleNamespace(request=tiny_run("gpt", tmp_path), layout=None, accelerator="cpu")
+    assert pretrain.build_trainer(run) is None
     torch.use_deterministic_algorithms(True)
     try:
-        assert pretrain.build_trainer(job) is False
+        assert pretrain.build_trainer(run) is False
     finally:
         torch.use_deterministic_algorithms(False)
-    job.run = dataclasses.replace(job.run, deterministic=True)
-    assert pretrain.build_trainer(job) is True
+    run.request = dataclasses.replace(run.request, deterministic=True)
+    assert pretrain.build_trainer(run) is True
 
 
 PAPERS_CORPUS = 68_507 * 512 // 29  # sequences of the held-out thirtieth, Table 2
@@ -218,7 +258,7 @@ def corpus_of(monkeypatch) -> Callable[..., None]:
             samples.scored = range(num_samples or sum(available))
             return samples
 
-        monkeypatch.setattr(sampler, "samples_of", build)
+        monkeypatch.setattr(resolve, "samples_of", build)
 
     return simulate
 
@@ -230,7 +270,7 @@ def test_no_recipe_validates_for_long_and_each_scores_a_small_corpus_whole(recip
     run = composed_run(f"model={recipe}")
     trainer, size = run.trainer, run.global_batch_size
     most = 3 * size * trainer.validate_every_steps // 20
-    assert resolve_validation(run, None, on_gpu=True) == (None if available <= most else most)
+    assert resolve.resolve_validation(run, None, on_gpu=True) == (None if available <= most else most)
 
 
 @pytest.fixture
@@ -261,14 +301,14 @@ def test_a_held_out_text_shorter_than_a_sequence_is_refused_with_the_length_that
 def test_a_validation_only_at_the_ends_of_a_run_is_bounded_by_the_steps_of_the_run(every: int, corpus_of) -> None:
     corpus_of(PAPERS_CORPUS)
     run = composed_run("model=gpt_2.5b", "trainer.max_steps=10", f"trainer.validate_every_steps={every}")
-    assert resolve_validation(run, None, on_gpu=True) == 768  # 5 % of 3 x 10 x 512
+    assert resolve.resolve_validation(run, None, on_gpu=True) == 768  # 5 % of 3 x 10 x 512
 
 
 def test_a_bounded_validation_takes_of_each_dataset_what_its_weight_allows(corpus_of) -> None:
     run = composed_run("model=gpt_2.5b", "trainer.validate_every_steps=10")  # at most 768 sequences
     for available, number in (((384, 900), 768), ((383, 900), 766), ((100, 900), 200), ((67, 700), None)):
         corpus_of(*available)
-        found = resolve_validation(run, None, on_gpu=True)
+        found = resolve.resolve_validation(run, None, on_gpu=True)
         assert found == number, available
 
 
@@ -277,8 +317,8 @@ def test_a_longer_validation_on_a_gpu_needs_a_higher_share(keys, corpus_of) -> N
     corpus_of(PAPERS_CORPUS)
     run = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in keys))
     with pytest.raises(ValueError, match="^`trainer.num_validation_samples` must be at most 76,800 with trainer.max_"):
-        resolve_validation(run, None, on_gpu=True)
+        resolve.resolve_validation(run, None, on_gpu=True)
     wanted = run.trainer.num_validation_samples
-    assert resolve_validation(run, None, on_gpu=False) == wanted
+    assert resolve.resolve_validation(run, None, on_gpu=False) == wanted
     allowed = composed_run("model=gpt_2.5b", *(f"trainer.{key}" for key in (*keys, "max_validation_share=0.8")))
-    assert resolve_validation(allowed, None, on_gpu=True) == wanted
+    assert resolve.resolve_validation(allowed, None, on_gpu=True) == wanted

@@ -60,28 +60,28 @@ def test_a_validation_that_costs_much_of_the_training_is_announced(tmp_path, mon
     monkeypatch.setattr(announcement, "describe_repetition", lambda corpus, num_tokens: "")
 
     def warning(num_scored: int) -> str:
-        warn_of_cost(job, num_scored)
+        warn_of_cost(run, num_scored)
         return capsys.readouterr().err
 
     every = {"trainer__validate_every_steps": 1000, "trainer__max_steps": 5000, "global_batch_size": 512}
     every["trainer__max_validation_share"] = 0.05
-    run = tiny_run("gpt", tmp_path, **every)
-    job = SimpleNamespace(run=run, num_validation_samples=76_800, on_gpu=True, corpus=None)
+    request = tiny_run("gpt", tmp_path, **every)
+    run = SimpleNamespace(request=request, num_validation_samples=76_800, on_gpu=True, corpus=None)
     assert warning(68_507 * 512 // 29) == (  # the paper's corpus, Table 2
         "WARNING: `trainer.num_validation_samples` must be at most 76,800 with trainer.max_validation_share=0.05, but "
         "1,209,502 sequences take 78.7% of the time of the 1,000 training steps between validations\n"
     )
-    assert warning(76_800) == describe_scored(job, 76_800) == ""
+    assert warning(76_800) == describe_scored(run, 76_800) == ""
     assert warning(76_801).startswith("WARNING: ")
-    job.run = tiny_run("gpt", tmp_path, **every | {"trainer__validate_every_steps": 0})
+    run.request = tiny_run("gpt", tmp_path, **every | {"trainer__validate_every_steps": 0})
     assert warning(10**9) == ""  # only at the start and the end
-    job.run = tiny_run("gpt", tmp_path, **every, trainer__num_validation_samples="auto")
-    assert describe_scored(job, 76_800) == (
+    run.request = tiny_run("gpt", tmp_path, **every, trainer__num_validation_samples="auto")
+    assert describe_scored(run, 76_800) == (
         "validation by trainer.num_validation_samples=auto, not of all sequences: 76,800 sequences take 5.0% of the "
         "time of the 1,000 training steps between validations\n"
     )
-    job.num_validation_samples = None  # the corpus has no more
-    assert describe_scored(job, 17) == (
+    run.num_validation_samples = None  # the corpus has no more
+    assert describe_scored(run, 17) == (
         "validation by trainer.num_validation_samples=auto, of all sequences: 17 sequences take 0.0% of the time of "
         "the 1,000 training steps between validations\n"
     )
@@ -122,13 +122,13 @@ def test_a_run_of_one_process_opens_no_port(tmp_path, monkeypatch) -> None:
 def test_every_damaged_metrics_file_of_a_resumed_run_is_kept(tmp_path, capsys) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "tokenizer.json").write_text("{}")
-    job = SimpleNamespace(files={}, corpus=SimpleNamespace(folder=tmp_path / "corpus"))
-    agreed = SimpleNamespace(step=3, describe=lambda job: {})
+    corpus = SimpleNamespace(folder=tmp_path / "corpus")
+    run = SimpleNamespace(files={}, corpus=corpus, start=SimpleNamespace(step=3), describe=dict)
     texts = ["", "step,train/loss", 'step,train/loss\n1,"0.5\n' + "2,0.5\n" * 30_000]  # torn; with a quote too many
     for text, number in zip(texts, ("", "2", "3"), strict=True):
         name = f"metrics.csv.damaged{number}"
         (tmp_path / METRICS).write_text(text)
-        prepare_folder(job, agreed, tmp_path, MetricsFile(tmp_path / METRICS))
+        prepare_folder(run, tmp_path, MetricsFile(tmp_path / METRICS))
         assert f"metrics.csv cannot be read; kept as {name}, a new one begins" in capsys.readouterr().err
         assert (tmp_path / name).read_text() == text
 
@@ -178,12 +178,12 @@ def test_a_run_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path, monke
     def refuse(*_) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "checkpoints")
 
-    job = resolve(tiny_run("gpt", tmp_path))
+    run = resolve(tiny_run("gpt", tmp_path))
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(ValueError, match=f"the run folder {tmp_path} cannot be used: .* Permission denied"):
-        resolve(job.run)
+        resolve(run.request)
     monkeypatch.setattr(agreement, "find_checkpoint", refuse)
-    assert pretrain(job) == USER_ERROR
+    assert pretrain(run) == USER_ERROR
     assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'checkpoints'\n"
 
 

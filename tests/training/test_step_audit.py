@@ -19,7 +19,8 @@ from runs import _train_all, tiny_run
 from lmscale.planner.communication import step_collectives
 from lmscale.planner.workload import Workload
 from lmscale.training import pretrain as entry
-from lmscale.training.resolve import ResolvedRun, resolve
+from lmscale.training.resolve import resolve
+from lmscale.training.run import Run
 
 PAIRS = {  # of two ranks
     "tensor": {"tp_size": 2, "dp_size": 1},
@@ -42,11 +43,11 @@ NUMBER = 8  # bytes
 EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER)} | dict.fromkeys(("data", "pipeline"), ("all_reduce", NUMBER))
 
 
-def planned(job: ResolvedRun, dp_rank: int, stage: int) -> Counter:
+def planned(run: Run, dp_rank: int, stage: int) -> Counter:
     """The planner's collectives of a step of a stage of a data rank, (kind, group, bytes)."""
-    found, run = Counter(), job.run
-    sizes = run.micro_batch_size, run.global_batch_size, run.data.seq_length
-    for c in step_collectives(Workload(job.model, *sizes, "fp64", on_gpu=False), job.layout, dp_rank, stage):
+    found, request = Counter(), run.request
+    sizes = request.micro_batch_size, request.global_batch_size, request.data.seq_length
+    for c in step_collectives(Workload(run.model, *sizes, "fp64", on_gpu=False), run.layout, dp_rank, stage):
         found[c.kind, c.group, c.num_bytes] += c.count
     return found
 
@@ -81,26 +82,26 @@ class _Planted(L.Callback):
         torch.distributed.broadcast(torch.zeros(1), src=0)
 
 
-def _audit(rank: int, jobs: list[ResolvedRun], planted: int | None) -> list[dict[str, Counter]]:
-    """Per job, the collectives (kind, group, bytes) of each phase of the fit; job number `planted` has one too many."""
+def _audit(rank: int, runs: list[Run], planted: int | None) -> list[dict[str, Counter]]:
+    """Per run, the collectives (kind, group, bytes) of each phase of the fit; run number `planted` has one too many."""
     found: list[dict[str, Counter]] = []
     add_callbacks, train = entry.add_callbacks, entry.pretrain
     recorder = CollectiveRecorder()
 
-    def add(job: ResolvedRun, agreed: Any, session: Any) -> Any:
-        report = add_callbacks(job, agreed, session)
+    def add(run: Run, session: Any) -> Any:
+        report = add_callbacks(run, session)
         session.trainer.callbacks += [*([_Planted()] if len(found) == planted else []), _Phases(recorder)]
         return report
 
-    def audited(job: ResolvedRun) -> int:
+    def audited(run: Run) -> int:
         recorder.collectives.clear()
         recorder.phase = "start"
         with recorder:
-            code = train(job)
+            code = train(run)
         phases: dict[str, Counter] = {}
         kinds = {name: kind for kind, name in KINDS.items()}
         for c in recorder.collectives:
-            group = name_of_world(job) if c.group == "world" else c.group
+            group = name_of_world(run) if c.group == "world" else c.group
             if c.kind == "recv_":  # its other end counts
                 continue
             phases.setdefault(c.phase, Counter())[kinds.get(c.kind, c.kind), group, c.num_bytes] += 1
@@ -108,25 +109,25 @@ def _audit(rank: int, jobs: list[ResolvedRun], planted: int | None) -> list[dict
         return code
 
     with mock.patch.object(entry, "add_callbacks", add), mock.patch("runs.pretrain", audited):
-        _train_all(rank, jobs, 0, None)
+        _train_all(rank, runs, 0, None)
     return found
 
 
-def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[ResolvedRun, list[dict]]]:
+def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, tuple[Run, list[dict]]]:
     """By layout: the job, and for each data rank and stage the collectives of each phase, equal on all tensor ranks."""
-    jobs = []
+    runs = []
     for name, layout in layouts.items():
         changes = {"max_steps": 5, "validate_every_steps": 3}
         changes = {f"trainer__{key}": value for key, value in changes.items()}
         changes |= {"data__seq_length": 32} | {f"parallel__{key}": value for key, value in layout.items()}
-        jobs.append(resolve(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
+        runs.append(resolve(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
     planted = [*layouts].index("planted") if "planted" in layouts else None
-    by_rank = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, jobs, planted)]
+    by_rank = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, runs, planted)]
     answers = {}
-    for name, job, *ranks in zip(layouts, jobs, *by_rank, strict=True):
-        tp_size = job.layout.tp_size
+    for name, run, *ranks in zip(layouts, runs, *by_rank, strict=True):
+        tp_size = run.layout.tp_size
         assert all(ranks[rank] == ranks[rank - rank % tp_size] for rank in range(world_size))
-        answers[name] = job, ranks[::tp_size]
+        answers[name] = run, ranks[::tp_size]
     return answers
 
 
@@ -135,32 +136,32 @@ def _steps(phases: dict[str, Counter]) -> dict[str, Counter]:
     return {name: counts for name, counts in phases.items() if name.startswith("step")}
 
 
-def name_of_world(job: ResolvedRun) -> str:
+def name_of_world(run: Run) -> str:
     """torch gives a mesh's group of all ranks the world's own group: both have one name here."""
-    several = [name for name, size in job.layout.axes.items() if size > 1]
+    several = [name for name, size in run.layout.axes.items() if size > 1]
     return several[0] if len(several) == 1 else "world"
 
 
-def expected(job: ResolvedRun, dp_rank: int, stage: int = 0) -> Counter:
+def expected(run: Run, dp_rank: int, stage: int = 0) -> Counter:
     """The planner's collectives of a stage of a data rank and those of EVERY_STEP."""
-    found = planned(job, dp_rank, stage)
+    found = planned(run, dp_rank, stage)
     for group, (kind, num_bytes) in EVERY_STEP.items():
-        if group == "world" or job.layout.axes[group] > 1:
-            found[kind, name_of_world(job) if group == "world" else group, num_bytes] += 1
+        if group == "world" or run.layout.axes[group] > 1:
+            found[kind, name_of_world(run) if group == "world" else group, num_bytes] += 1
     return found
 
 
-def check(job: ResolvedRun, ranks: list[dict[str, Counter]]) -> None:
+def check(run: Run, ranks: list[dict[str, Counter]]) -> None:
     """On every data rank and stage a step has what is expected; a row of metrics.csv adds one over the data group."""
     for number, phases in enumerate(ranks):
-        usual, has_data = expected(job, *divmod(number, job.layout.pp_size)), job.layout.dp_size > 1
+        usual, has_data = expected(run, *divmod(number, run.layout.pp_size)), run.layout.dp_size > 1
         assert phases["step 2"] == phases["step 4"] == usual
         assert phases["step 3"] - usual == Counter({("all_reduce", "data", NUMBER): 1} if has_data else {})
         assert usual - phases["step 3"] == Counter()
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> dict[str, tuple[ResolvedRun, list[dict]]]:
+def pairs(tmp_path_factory) -> dict[str, tuple[Run, list[dict]]]:
     """The layouts of two ranks, audited in one start of two processes."""
     return audit(tmp_path_factory.mktemp("pairs"), PAIRS, 2)
 
@@ -171,13 +172,13 @@ def test_a_step_of_two_ranks_has_the_planned_collectives_and_the_listed_ones(pai
 
 
 def test_a_planted_broadcast_before_each_step_is_found(pairs) -> None:
-    job, (phases,) = pairs["planted"]
-    assert phases["step 4"] - expected(job, 0) == Counter({("broadcast", "tensor", 4): 1})
+    run, (phases,) = pairs["planted"]
+    assert phases["step 4"] - expected(run, 0) == Counter({("broadcast", "tensor", 4): 1})
     with pytest.raises(AssertionError):
-        check(job, [phases])
+        check(run, [phases])
 
 
 @pytest.mark.slow
 def test_a_step_of_four_ranks_has_the_planned_collectives_and_the_listed_ones(tmp_path) -> None:
-    for job, ranks in audit(tmp_path, GRIDS, 4).values():
-        check(job, ranks)
+    for run, ranks in audit(tmp_path, GRIDS, 4).values():
+        check(run, ranks)

@@ -94,28 +94,17 @@ class RunConfig(TrainingRequest, EntryConfig):
         ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        """Check the sizes against each other, before `auto` sizes and the tokenizer are known."""
         require_positions(self)
-        sizes = {name: getattr(self.parallel, name) for name in ("tp_size", "pp_size", "dp_size")}
-        with keys_of(ParallelConfig, "parallel."):
-            layout = self.parallel.layout(**{name: 1 for name, size in sizes.items() if size == "auto"})
-        self.check_layout(layout)
 
-    def check_layout(self, layout: Layout, model: ModelConfig | None = None) -> BatchConfig:
+    def check_layout(self, layout: Layout) -> BatchConfig:
         """Check that a layout divides model and batch; returns how it divides the batch.
-
-        Args:
-            model: with the tokenizer's vocabulary, once that is known.
 
         Raises:
             ValueError: as `Layout.divide`.
         """
         sizes = self.micro_batch_size, self.global_batch_size, self.data.seq_length
         with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
-            return layout.divide(model or self.model, *sizes, self.precision.dtype)
+            return layout.divide(self.model, *sizes, self.precision.dtype)
 
     @classmethod
     def from_dict(cls, values: dict) -> "RunConfig":

@@ -4,13 +4,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from ..config.data import DataConfig
 from ..config.pretrain import RunConfig
-from ..config.validation import describe_excess, most_samples
 from .permutation import Permutation
 from .prepare import PreparedCorpus
 
@@ -243,25 +241,3 @@ class RunSamples:
 def samples_of(run: RunConfig, corpus: PreparedCorpus, num_validation: int | None) -> RunSamples:
     """The run's samples in their order; see `RunSamples` for errors."""
     return RunSamples(corpus, run.data, run.seed, run.global_batch_size, run.trainer.max_steps, num_validation)
-
-
-def resolve_validation(
-    run: RunConfig, corpus: PreparedCorpus, on_gpu: bool, resumed: dict[str, Any] | None = None
-) -> int | None:
-    """How many sequences are scored each time; None: all.
-
-    Args:
-        resumed: configuration of the run that a checkpoint continues, whose number `auto` keeps.
-
-    Raises:
-        ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
-            much of a GPU's time.
-    """
-    wanted, size = run.trainer.num_validation_samples, run.global_batch_size
-    samples = samples_of(run, corpus, None if wanted == "auto" else wanted)
-    if wanted == "auto":
-        kept = (resumed or {}).get("trainer", {}).get("num_validation_samples", "auto")
-        return samples.at_most(most_samples(run.trainer, size)) if kept == "auto" else kept
-    if on_gpu and (costly := describe_excess(run.trainer, len(samples.scored), size)):
-        raise ValueError(costly)
-    return wanted

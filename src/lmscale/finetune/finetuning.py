@@ -16,7 +16,7 @@ from ..runtime.ranks import AgreedError
 from ..runtime.run_lock import check_not_in_use, run_folder_errors
 from ..runtime.world import is_first_rank, world_from_outside
 from ..training.device_memory import check_free_memory
-from ..training.fit import check_copies, finetuning_workload, resolve_layout, state_bytes
+from ..training.fit import check_copies, choose_layout, finetuning_workload, state_bytes
 from ..training.loggers import MetricsFile
 from ..training.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
@@ -50,10 +50,10 @@ def prepare_job(run: FinetuneConfig) -> FinetuneJob:
     parallel = run.parallel
     if workload.on_gpu and world is None and parallel.dp_size == "auto":  # data ranks may have unequal shares of a step
         parallel = dataclasses.replace(parallel, dp_size=max(1, torch.cuda.device_count() // parallel.tp_size))
-    layout = resolve_layout(parallel, workload, world)
+    layout, needed = choose_layout(parallel, workload, world)
     start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.zero1 and run.trainer.save:
-        check_copies("parallel.zero1", workload, layout, world)
+        check_copies("parallel.zero1", workload, layout, needed, world)
     cache = cache_folder(run.cache_dir, "cache_dir") / "finetune"
     train = prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None
     sets = {name: prepare_features(task, place, tokenizer, cache) for name, place in places.items()}
@@ -92,8 +92,8 @@ def finetune(job: FinetuneJob) -> int:
     num_steps = steps_per_epoch * options.num_epochs
     interval = steps_per_epoch if options.score_every_epoch else num_steps
     # The last scoring precedes the saving: the checkpoint has its scores, and the threshold of SQuAD 2.0.
-    trainer = new_trainer(job, max_steps=num_steps, val_check_interval=interval or 1)
-    return run_on_this_rank(job, trainer, partial(train, job, features, steps_per_epoch), stops_on_signal=False)
+    trainer = new_trainer(job.run, job.layout, job.accelerator, max_steps=num_steps, val_check_interval=interval or 1)
+    return run_on_this_rank(job.run, trainer, partial(train, job, features, steps_per_epoch), stops_on_signal=False)
 
 
 def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, session: RankSession) -> int:

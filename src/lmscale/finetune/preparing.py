@@ -1,16 +1,17 @@
 """A checked finetuning job, and its data: each file is encoded once and cached under a hash of what it depends on."""
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import tokenizers
 
+from ..config import Layout
 from ..config.finetune import FinetuneConfig, TaskConfig
 from ..data.prepare import note_unknown
 from ..data.tokenizer import Tokenizer
 from ..shared_files import build_folder
-from ..training.job import Job
 from .features import Features, load_features, save_features
 from .initial_checkpoint import InitialCheckpoint
 from .sources import fingerprint
@@ -21,13 +22,21 @@ _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneJob(Job):
+class FinetuneJob:
     """A finetuning that has passed every check; its data stay in the cache until a rank loads them."""
 
     run: FinetuneConfig
+    layout: Layout
+    accelerator: Literal["cpu", "gpu"]
     start: InitialCheckpoint
     train: Path | None
     sets: dict[str, Path]
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return self.accelerator == "gpu"
 
     def training_features(self) -> Features | None:
         """The training set; None if nothing is trained."""

@@ -83,9 +83,10 @@ def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
     )
 
 
-def first_that_fits(candidates: Iterable[Candidate], usable: int) -> Candidate | None:
-    """The first candidate whose rank needs at most `usable` bytes; None if there is none."""
-    return next((each for each in candidates if estimate_memory(*each).total <= usable), None)
+def first_that_fits(candidates: Iterable[Candidate], usable: int) -> tuple[Workload, Layout, int] | None:
+    """The first candidate whose rank needs at most `usable` bytes, and what it needs; None if there is none."""
+    needs = ((*each, estimate_memory(*each).total) for each in candidates)
+    return next((each for each in needs if each[-1] <= usable), None)
 
 
 def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimate:

@@ -89,7 +89,7 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
             f"the memory a rank needs must be at most what its device has, but with {plan.overrides} "
             f"{describe_shortage(plan)}; {suggest_layout(job, layout, cluster)}"
         )
-    fitting = Plan(*found, cluster)
+    fitting = Plan(*found[:2], cluster)
     if fitting.recompute != plan.recompute:
         notes.append(
             f"with model.recompute={plan.recompute} {describe_shortage(plan)}: "

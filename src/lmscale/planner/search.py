@@ -178,7 +178,7 @@ def rank_on_machine(jobs: Sequence[Workload], cluster: Cluster, num_devices: int
         for layout in (each for grid in _grids(jobs[0], options, num_ranks) for each in _with_options(grid, cluster)):
             if divides(jobs[0], layout):
                 tried = [(job, layout) for job in jobs]
-                plans.append(Plan(*first_that_fits(tried, device.usable_bytes) or tried[-1], device))
+                plans.append(Plan(*(first_that_fits(tried, device.usable_bytes) or tried[-1])[:2], device))
     return sorted(plans, key=lambda plan: plan.time.total)
 
 
@@ -304,7 +304,7 @@ def nearest_plan(job: Workload, wanted: Layout, cluster: Cluster) -> Plan | None
 
     candidates = _candidates(job, _possible_layouts(job, wanted, cluster.num_devices))
     found = first_that_fits(sorted(candidates, key=distance), cluster.usable_bytes)
-    return found and Plan(*found, cluster)
+    return found and Plan(*found[:2], cluster)
 
 
 def _relaxed(wanted: Layout) -> list[Layout]:

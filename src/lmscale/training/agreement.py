@@ -1,67 +1,21 @@
 """What only the ranks of a run can decide, together: the checkpoint to load, and the kernels."""
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..checkpoint import check_model, read_metadata
-from ..config import TransformerConfig
-from ..config.training import OptimizerConfig, ScheduleConfig
-from ..kernels import Kernels
 from ..models.attention_backend import fastest_backend
-from ..planner.memory import estimate_memory
-from ..planner.workload import Workload
-from .checkpoints.resuming import CHECKPOINTS, agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
-from .resolve import ResolvedRun
+from .checkpoints.resuming import agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
+from .run import Run, Start
 from .session import RankSession
 from .step.training_module import DTYPES
 from .strategy import TensorParallelStrategy
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks train with, the same on all of them.
-
-    Args:
-        checkpoint: whose weights the model starts with; None: the seed determines them.
-        resumes: whether optimizer, schedule and data order continue from the checkpoint too.
-        step: steps already done.
-        train_time_s: of these steps; nan if the checkpoint is from before it was kept.
-        optimizer, schedule: those of the run, or with `resume.schedule=keep` those of `checkpoint`.
-        model: the run's, with the attention and recomputation of rank 0.
-        kernels: those of rank 0.
-    """
-
-    checkpoint: str | None
-    resumes: bool
-    step: int
-    train_time_s: float
-    optimizer: OptimizerConfig
-    schedule: ScheduleConfig
-    model: TransformerConfig
-    kernels: Kernels
-
-    def describe(self, job: ResolvedRun) -> dict[str, Any]:
-        """The run as its files have it: the configuration as requested, with what was decided in place of `auto`."""
-        values = job.run.to_dict()
-        values["trainer"] |= {"accelerator": job.accelerator, "num_validation_samples": job.num_validation_samples}
-        values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute}
-        values["optimizer"] |= asdict(self.optimizer)
-        return values | {"compile": self.kernels.compiles, "schedule": asdict(self.schedule)}
-
-    def needed_bytes(self, job: ResolvedRun) -> int:
-        """Memory of a rank's tensors, as planned."""
-        machine = {"compiles": self.kernels.compiles, "on_gpu": job.on_gpu}
-        workload = Workload.of(job.run, self.model.attention, **machine)
-        return estimate_memory(replace(workload, config=self.model), job.layout).total
-
-
-def agree(job: ResolvedRun, session: RankSession) -> Agreement:
-    """Choose the checkpoint and the kernels on all ranks, with the run folder locked.
+def agree(run: Run, session: RankSession) -> Run:
+    """Decide what `resolve` has left open, equally on all ranks, with the run folder locked.
 
     Raises:
         AgreedError: the checkpoint cannot be used.
@@ -69,30 +23,32 @@ def agree(job: ResolvedRun, session: RankSession) -> Agreement:
     Communicates:
         as `agree_on_checkpoint`, and a few small objects over the world.
     """
-    run, strategy = job.run, session.strategy
     session.watchdog.mark("the check of the checkpoint")
-    # Until the lock another job may have written checkpoints, and a restart goes on from its own.
-    chosen = strategy.ranks.agree(partial(find_checkpoint, run), first_rank_only=True)
-    path, resumes = agree_on_checkpoint(run, session.folder, chosen, strategy), False
-    optimizer, schedule = run.optimizer, run.schedule
-    step, train_time_s = 0, 0.0
-    if path is not None:  # may not be that of `resolve`, under torchrun or after falling back to an older one
-        found = read_metadata(path)
-        check_model(found, job.model, path)
-        check = partial(check_fit, run, job.corpus.content_hash, path, found)  # rank 0 looks for a record
-        optimizer, schedule = strategy.ranks.broadcast(strategy.ranks.agree(check, first_rank_only=True))
-        resumes = Path(path).parent == session.folder / CHECKPOINTS or not run.resume.weights_only
-        if resumes:
-            step, train_time_s = found.step, found.state.get("train_time_s", math.nan)
+    start = agree_on_start(run, session)
     session.watchdog.mark("the choice of kernels")
-    model, kernels = agree_on_kernels(job, path if resumes else None, strategy)
-    return Agreement(path, resumes, step, train_time_s, optimizer, schedule, model, kernels)
+    return agree_on_kernels(replace(run, start=start), session.strategy)
 
 
-def agree_on_kernels(
-    job: ResolvedRun, resumed: str | None, strategy: TensorParallelStrategy
-) -> tuple[TransformerConfig, Kernels]:
-    """The model and the kernels of rank 0, which measures the attention where that is to be measured.
+def agree_on_start(run: Run, session: RankSession) -> Start:
+    """Choose the checkpoint, and check that the run fits it.
+
+    The command has done both, but until the lock another job may have written checkpoints; and a restart goes on from
+    the run's own.
+    """
+    request, ranks = run.request, session.strategy.ranks
+    chosen = ranks.agree(partial(find_checkpoint, request), first_rank_only=True)
+    path = agree_on_checkpoint(request, session.folder, chosen, session.strategy)
+    if path is None:
+        return Start.at(None, None, request, session.folder)
+    found = read_metadata(path)
+    check_model(found, run.model, path)
+    check = partial(check_fit, request, run.corpus.content_hash, path, found)  # rank 0 looks for a record
+    optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))
+    return replace(Start.at(path, found, request, session.folder), optimizer=optimizer, schedule=schedule)
+
+
+def agree_on_kernels(run: Run, strategy: TensorParallelStrategy) -> Run:
+    """The run with the kernels of rank 0, which measures the attention where that is to be measured.
 
     With `model.recompute=auto` ranks on GPUs of different sizes would choose different modes, and then deadlock.
 
@@ -100,22 +56,20 @@ def agree_on_kernels(
     earlier jobs of the process compiled is forgotten: torch.compile does not see the order of attention backends, and
     keeps a limited number of graphs of one function.
 
-    Args:
-        resumed: the checkpoint that the run continues.
-
     Communicates:
         one small object from rank 0 to the world.
     """
-    attention = job.model.attention
-    if job.measures_attention:
-        kept = kept_metadata(resumed, on_gpu=True)
+    model = run.model
+    if run.measures_attention:
+        kept = kept_metadata(run.start.checkpoint if run.start.resumes else None, on_gpu=True)
         if kept is not None:
-            attention = kept.model["attention"]
+            model = replace(model, attention=kept.model["attention"])
         elif strategy.is_global_zero:
-            dtype, length = DTYPES[job.run.precision.dtype], job.run.data.seq_length
-            sizes = job.layout.tp_size, job.run.micro_batch_size, length
-            attention = fastest_backend(job.model, *sizes, dtype, strategy.root_device)
-    kernels, attention, recompute = strategy.ranks.broadcast((job.kernels, attention, job.model.recompute))
+            dtype, length = DTYPES[run.request.precision.dtype], run.request.data.seq_length
+            sizes = run.layout.tp_size, run.request.micro_batch_size, length
+            model = replace(model, attention=fastest_backend(model, *sizes, dtype, strategy.root_device))
+    kernels, attention, recompute = strategy.ranks.broadcast((run.kernels, model.attention, model.recompute))
     if kernels.compiles:
         torch.compiler.reset()
-    return replace(job.model, attention=attention, recompute=recompute), kernels
+    model = replace(model, attention=attention, recompute=recompute)
+    return replace(run, model=model, kernels=kernels, measures_attention=False)

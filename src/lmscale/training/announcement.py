@@ -12,63 +12,63 @@ from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
 from ..runtime.machine import describe_slow_type
 from ..runtime.messages import warn
-from .agreement import Agreement
 from .checkpoints.resuming import CHECKPOINTS
-from .resolve import ResolvedRun
+from .run import Run
 from .session import RankSession
 
 
-def announce(job: ResolvedRun, agreed: Agreement, session: RankSession, num_scored: int) -> None:
+def announce(run: Run, session: RankSession, num_scored: int) -> None:
     """Print the run's model, layout, options, steps and folder in a few lines.
 
     Args:
         num_scored: sequences of a validation.
     """
-    run, resume_from, config, layout, batch = job.run, agreed.checkpoint, agreed.model, job.layout, job.batch
+    request, start, config, layout, batch = run.request, run.start, run.model, run.layout, run.batch
     parameters, most = count_parameters(config, layout), "at most " * (layout.pp_size > 1)
-    chosen = "; tp_size=auto: the smallest that fits, not the fastest" if run.parallel.tp_size == "auto" else ""
-    chosen += describe_idle_gpus(job)
+    chosen = "; tp_size=auto: the smallest that fits, not the fastest" if request.parallel.tp_size == "auto" else ""
+    chosen += describe_idle_gpus(run)
     print(
-        f"{run.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; "
+        f"{request.name}: {parameters.total:,} parameters, {most}{parameters.per_rank:,} per rank; "
         f"{config.num_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads, "
         f"norm order {config.norm_order}\n"
-        f"ranks: {layout.world_size} = {layout} on {job.accelerator}"
-        f"{describe_channel(session.strategy.parallel, job.accelerator)}{chosen}; "
-        f"{run.precision.dtype}; batch {run.global_batch_size} = {layout.dp_size} x {batch.num_micro_batches} x "
-        f"{run.micro_batch_size} (data ranks x micro-steps x micro-batch); {run.data.seq_length} tokens per sequence\n"
-        f"{describe_stages(config, layout, batch)}{describe_options(run, config, layout, agreed.kernels.compiles)}"
-        f"kernels: {agreed.kernels.describe()}, attention by {config.attention} "
-        f"({job.compile_choice}, kernels={run.kernels})\n"
-        f"{describe_attention_dropout(config)}{describe_scored(job, num_scored)}"
-        f"steps {agreed.step} to {session.trainer.max_steps} of {run.trainer.max_steps}"
-        + (f", resumed from {resume_from}" if resume_from else "")
+        f"ranks: {layout.world_size} = {layout} on {run.accelerator}"
+        f"{describe_channel(session.strategy.parallel, run.accelerator)}{chosen}; {request.precision.dtype}; "
+        f"batch {batch.global_batch_size} = {batch.dp_size} x {batch.num_micro_batches} x {batch.micro_batch_size} "
+        f"(data ranks x micro-steps x micro-batch); {request.data.seq_length} tokens per sequence\n"
+        f"{describe_stages(config, layout, batch)}{describe_options(request, config, layout, run.kernels.compiles)}"
+        f"kernels: {run.kernels.describe()}, attention by {config.attention} "
+        f"({run.compile_choice}, kernels={request.kernels})\n"
+        f"{describe_attention_dropout(config)}{describe_scored(run, num_scored)}"
+        f"steps {start.step} to {session.trainer.max_steps} of {request.trainer.max_steps}"
+        + (f", resumed from {start.checkpoint}" if start.checkpoint else "")
         + f"\nrun folder: {session.folder}",
         flush=True,
     )
-    then = Layout(**read_metadata(resume_from).layout) if resume_from else layout
+    then = Layout(**read_metadata(start.checkpoint).layout) if start.checkpoint else layout
     if then.sizes != layout.sizes:
         print(f"layout: changed from the checkpoint's {then} to {layout}", flush=True)
-    if resume_from and not run.resume.weights_only:
-        schedule, cooldown = agreed.schedule, agreed.schedule.cooldown_steps
+    schedule = start.schedule
+    if start.checkpoint and not request.resume.weights_only:
+        cooldown = schedule.cooldown_steps
         print(
             f"schedule: {schedule.decay} ({schedule.formula}) over {schedule.decay_steps} updates, warm-up "
             f"{schedule.warmup_steps}{'' if cooldown is None else f', decay in the last {cooldown}'}, "
-            f"lr {agreed.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule={run.resume.schedule}",
+            f"lr {start.optimizer.lr:g} to {schedule.min_lr:g}; resume.schedule={request.resume.schedule}",
             flush=True,
         )
-        kept = {key: value for key, value in vars(agreed.optimizer).items() if value != getattr(run.optimizer, key)}
+        kept = {key: value for key, value in vars(start.optimizer).items() if value != getattr(request.optimizer, key)}
         if kept:
             words = ", ".join(f"optimizer.{key}={value}" for key, value in kept.items())
             print(f"kept from the checkpoint, not as given: {words}", flush=True)
-    for note in job.corpus.manifest["notes"]:
+    for note in run.corpus.manifest["notes"]:
         print(f"note: {note}", flush=True)
-    if agreed.schedule.warmup_steps >= run.trainer.max_steps:
+    if schedule.warmup_steps >= request.trainer.max_steps:
         print(
-            f"note: schedule.warmup_steps ({agreed.schedule.warmup_steps}) is not below trainer.max_steps "
-            f"({run.trainer.max_steps}), so the learning rate does not get past its warm-up",
+            f"note: schedule.warmup_steps ({schedule.warmup_steps}) is not below trainer.max_steps "
+            f"({request.trainer.max_steps}), so the learning rate does not get past its warm-up",
             flush=True,
         )
-    if run.resume.path == "auto" and resume_from is None:
+    if request.resume.path == "auto" and start.checkpoint is None:
         folder = session.folder / CHECKPOINTS
         print(f"resume=auto found no complete checkpoint in {folder}: starting from step 0", flush=True)
 
@@ -80,12 +80,12 @@ def describe_channel(context: ParallelContext, accelerator: str) -> str:
     return f", communicating through {context.tp_communicator.backend}"
 
 
-def describe_idle_gpus(job: ResolvedRun) -> str:
+def describe_idle_gpus(run: Run) -> str:
     """Say how many GPUs of this host `dp_size=auto` uses, if the batch does not allow more."""
-    run, layout = job.run, job.layout
-    if job.accelerator == "cpu" or run.parallel.dp_size != "auto":
+    request, layout = run.request, run.layout
+    if not run.on_gpu or request.parallel.dp_size != "auto":
         return ""
-    micro_batches, num_gpus = run.global_batch_size // run.micro_batch_size, torch.cuda.device_count()
+    micro_batches, num_gpus = request.global_batch_size // request.micro_batch_size, torch.cuda.device_count()
     possible = num_gpus // (layout.tp_size * layout.pp_size)
     if layout.dp_size >= possible or layout.dp_size != largest_dp_size(micro_batches, possible):
         return ""  # all are used, or another launcher has started fewer ranks
@@ -140,7 +140,7 @@ def describe_options(run: RunConfig, config: TransformerConfig, layout: Layout, 
     return f"options: {', '.join(options)}\n" if options else ""
 
 
-def warn_of_cost(job: ResolvedRun, num_scored: int) -> None:
+def warn_of_cost(run: Run, num_scored: int) -> None:
     """Warn of a half type that the CPU has no instructions for, of long validations, and of a small corpus.
 
     A run on a GPU whose validations take more than `max_validation_share` was refused.
@@ -148,19 +148,19 @@ def warn_of_cost(job: ResolvedRun, num_scored: int) -> None:
     Args:
         num_scored: sequences of a validation.
     """
-    run, trainer = job.run, job.run.trainer
-    if not job.on_gpu:
-        warn(describe_slow_type(run.precision.dtype))
+    request, trainer = run.request, run.request.trainer
+    if not run.on_gpu:
+        warn(describe_slow_type(request.precision.dtype))
     if trainer.validate_every_steps:
-        warn(describe_excess(trainer, num_scored, run.global_batch_size))
-    warn(describe_repetition(job.corpus, trainer.max_steps * run.global_batch_size * run.data.seq_length))
+        warn(describe_excess(trainer, num_scored, request.global_batch_size))
+    warn(describe_repetition(run.corpus, trainer.max_steps * request.global_batch_size * request.data.seq_length))
 
 
-def describe_scored(job: ResolvedRun, num_scored: int) -> str:
+def describe_scored(run: Run, num_scored: int) -> str:
     """Return a line of how many sequences `num_validation_samples=auto` scores; empty if a number was requested."""
-    trainer = job.run.trainer
+    trainer = run.request.trainer
     if trainer.num_validation_samples != "auto":
         return ""
-    part = "of all sequences" if job.num_validation_samples is None else "not of all sequences"
-    time = describe_time(trainer, num_scored, job.run.global_batch_size)
+    part = "of all sequences" if run.num_validation_samples is None else "not of all sequences"
+    time = describe_time(trainer, num_scored, run.request.global_batch_size)
     return f"validation by trainer.num_validation_samples=auto, {part}: {time}\n"

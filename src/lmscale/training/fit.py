@@ -1,12 +1,14 @@
 """The layout and the recomputation that fit this machine, and whether a run does; no torch on a host without GPUs."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import Layout, TransformerConfig
+from ..config import BatchConfig, Layout, TransformerConfig
 from ..config.finetune import FinetuneConfig
+from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
+from ..config.model import ModelConfig
 from ..config.pretrain import RunConfig
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
 from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, with_other_stages
@@ -18,16 +20,55 @@ WORKERS_PER_CORE = 4  # loader processes mostly wait for a disk
 SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays and its reference in the data order
 
 
-def resolve_layout(request: ParallelConfig, workload: Workload, world: World | None) -> Layout:
-    """Resolve the sizes of the grid.
+@dataclass(frozen=True)
+class Fitting:
+    """A layout and a recomputation mode that fit this machine.
 
     Args:
+        workload: with its recomputation mode.
+        batch: how `layout` divides the sequences of a step.
+    """
+
+    workload: Workload
+    layout: Layout
+    batch: BatchConfig
+
+
+def choose(run: RunConfig, workload: Workload, world: World | None) -> Fitting:
+    """Choose what fits: the layout, and on a GPU with `model.recompute=auto` the mode that recomputes least.
+
+    On a CPU nothing is recomputed by choice: free memory changes and differs between hosts, and ranks that chose
+    different modes would deadlock.
+
+    Args:
+        workload: of `run`, with nothing recomputed where `model.recompute` is `auto`.
         world: ranks that another launcher has started; None if lmscale will start them on this host.
+
+    Raises:
+        ValueError: sizes that do not divide the training or do not match the ranks; what this host cannot hold.
+    """
+    with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
+        layout, needed = choose_layout(run.parallel, workload, world)
+    batch = run.check_layout(layout)
+    check_host(run, layout, world)
+    if needed is None:
+        modes = workload.in_each_mode() if run.model.recompute == "auto" and workload.on_gpu else [workload]
+        workload, needed = choose_mode(run.name, modes, layout, world)
+    if run.checkpoint.async_ or layout.zero1:
+        check_copies("parallel.zero1" if layout.zero1 else "checkpoint.async", workload, layout, needed, world)
+    return Fitting(workload, layout, batch)
+
+
+def choose_layout(request: ParallelConfig, workload: Workload, world: World | None) -> tuple[Layout, int | None]:
+    """Resolve the sizes of the grid.
+
+    Returns:
+        the layout; and the bytes that its rank needs, None unless a size is `auto` and had to fit.
 
     Raises:
         ValueError: the world size does not match, or no size fits (`auto`).
     """
-    on_gpu, memory, devices = workload.on_gpu, device_memory(workload.on_gpu), 1 if world is None else world.size
+    on_gpu, devices, needed = workload.on_gpu, 1 if world is None else world.size, None
     if on_gpu and world is None:
         import torch
 
@@ -39,19 +80,19 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
         return layout_at(workload, request, tp_size, pp_size, devices)
 
     if "auto" in (request.tp_size, request.num_stages):
+        memory = device_memory(on_gpu)
         sizes = model_sizes(workload, request.tp_size, request.num_stages, request.pad_heads)
-        ranks, fewest = 1, at(*sizes[0]).world_size
-        if not on_gpu:  # the local ranks share the host's memory
-            ranks = world.local_size if world is not None else fewest
-        found = first_that_fits([(workload, at(*size)) for size in sizes], usable_bytes(memory, on_gpu, ranks))
+        fewest = at(*sizes[0])
+        usable = usable_bytes(memory, on_gpu, _sharing(workload, fewest, world))
+        found = first_that_fits([(workload, at(*size)) for size in sizes], usable)
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
-        if found is None or (not on_gpu and world is None and found[1].world_size > fewest):
+        if found is None or (not on_gpu and world is None and found[1].world_size > fewest.world_size):
             name, tried = ("pp_size", "layout") if request.num_stages == "auto" else ("tp_size", "power of two")
             raise ValueError(
                 f"no {name} fits (`parallel.{name}`=auto): no {tried} divides the model and fits the "
                 f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
             )
-        layout = found[1]
+        _, layout, needed = found
     else:
         layout = at(request.tp_size, request.num_stages)
     if world is not None and layout.world_size != world.size:
@@ -59,20 +100,16 @@ def resolve_layout(request: ParallelConfig, workload: Workload, world: World | N
     if world is None and on_gpu and layout.world_size > devices:
         way_out = "" if request.tp_size == "auto" else "; trainer.accelerator=cpu trains on its cores"
         raise ValueError(f"{layout.formula} must be at most the GPUs of this host, but it has {devices}{way_out}")
-    return layout
+    return layout, needed
 
 
-def resolve_recompute(run: RunConfig, workload: Workload, layout: Layout) -> Workload:
-    """The work with `model.recompute=auto` resolved: on a GPU the mode that recomputes least of those that fit.
+def _sharing(workload: Workload, layout: Layout, world: World | None) -> int:
+    """Ranks that share the memory of a device: on a CPU those of this host; each GPU has its own."""
+    return 1 if workload.on_gpu else _ranks_of_host(layout, world)
 
-    On a CPU none: free memory changes and differs between hosts, and ranks that chose different modes would deadlock.
-    If no mode fits it is none too, and `check_memory` refuses the run.
-    """
-    if run.model.recompute != "auto" or not workload.on_gpu:
-        return workload
-    modes = [(each, layout) for each in workload.in_each_mode()]
-    found = first_that_fits(modes, usable_bytes(device_memory(True), True))
-    return workload if found is None else found[0]
+
+def _ranks_of_host(layout: Layout, world: World | None) -> int:
+    return layout.world_size if world is None else world.local_size
 
 
 def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
@@ -95,8 +132,8 @@ def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
         check_sockets("data.num_workers")
     num_tensors = run.model.traits.num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
-    there, ranks = host_memory_available(), world.local_size if world is not None else layout.world_size
-    largest = there // (sequence * ranks) * layout.dp_size
+    there = host_memory_available()
+    largest = there // (sequence * _ranks_of_host(layout, world)) * layout.dp_size
     if run.global_batch_size > largest:
         raise ValueError(
             f"`global_batch_size` must be at most {largest:,}, the sequences of a step that fit the "
@@ -106,23 +143,22 @@ def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
         raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
 
 
-def check_memory(name: str, workload: Workload, layout: Layout, world: World | None) -> None:
-    """Refuse a run whose weights, gradients, optimizer state and activations cannot fit.
-
-    On a CPU the local ranks share the host's memory; on GPUs each has its own.
+def choose_mode(name: str, modes: list[Workload], layout: Layout, world: World | None) -> tuple[Workload, int]:
+    """The first of these modes whose weights, gradients, optimizer state and activations fit, and its bytes per rank.
 
     Args:
         name: of the run.
 
     Raises:
-        ValueError: with the bytes needed per rank, the bytes available and the smallest layout that would fit such
-            devices: of this job, or else with the smallest micro-batch and full recomputation.
+        ValueError: none fits; with the bytes that the first needs per rank, the bytes available and the smallest layout
+            that would fit such devices: of this job, or else with the smallest micro-batch and full recomputation.
     """
-    on_gpu = workload.on_gpu
-    sharing = 1 if on_gpu else world.local_size if world is not None else layout.world_size
-    there, needed = device_memory(on_gpu), estimate_memory(workload, layout).total
-    if needed <= usable_bytes(there, on_gpu, sharing):
-        return
+    workload, on_gpu = modes[0], modes[0].on_gpu
+    there, sharing = device_memory(on_gpu), _sharing(workload, layout, world)
+    found = first_that_fits([(mode, layout) for mode in modes], usable_bytes(there, on_gpu, sharing))
+    if found is not None:
+        return found[0], found[2]
+    needed = estimate_memory(workload, layout).total
     least = workload.change(2 if layout.batch_halves else 1, "full")
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
     tp_sizes = auto_tp_sizes(workload, layout.pad_heads)
@@ -139,7 +175,7 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
             f"{least.micro_batch_size} model.recompute=full and any parallel.pp_size"
         )
     else:
-        job, smallest = fits
+        job, smallest, _ = fits
         way_out = (
             f"the smallest layout that fits is {job.overrides(smallest)} on {smallest.world_size} {device}(s) {size}"
         )
@@ -158,19 +194,21 @@ def check_memory(name: str, workload: Workload, layout: Layout, world: World | N
     )
 
 
-def check_copies(key: str, workload: Workload, layout: Layout, world: World | None) -> None:
+def check_copies(key: str, workload: Workload, layout: Layout, needed: int | None, world: World | None) -> None:
     """Refuse what makes saves write from copies where the host cannot hold those of its ranks.
 
     On a CPU the ranks train in the same memory.
 
     Args:
         key: `checkpoint.async`, or `parallel.zero1`, whose ranks gather what they write.
+        needed: bytes of a rank's tensors; None: not estimated yet.
 
     Raises:
         ValueError: with the bytes of a rank's copies and of the host.
     """
-    ranks = world.local_size if world is not None else layout.world_size
-    in_use = 0 if workload.on_gpu else estimate_memory(workload, layout).total
+    ranks, in_use = _ranks_of_host(layout, world), 0
+    if not workload.on_gpu:
+        in_use = estimate_memory(workload, layout).total if needed is None else needed
     copies, there = checkpoint_bytes(workload, layout), host_memory_available()
     if copies + in_use > usable_bytes(there, False, ranks):
         raise ValueError(

@@ -11,103 +11,100 @@ from ..data.datamodule import PretrainDataModule
 from ..data.sampler import samples_of
 from ..models.attention_backend import preferred_backend
 from ..runtime.exit_codes import DONE
-from .agreement import Agreement, agree
+from .agreement import agree
 from .announcement import warn_of_cost
 from .callbacks.order import add_callbacks
 from .checkpoints.resuming import check_data_digest
 from .device_memory import check_free_memory
 from .loggers import MetricsFile, optional_loggers
 from .module import PretrainModule
-from .resolve import ResolvedRun
+from .run import Run
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .session import RankSession, new_trainer, run_on_this_rank
 
 
 @record
-def pretrain(job: ResolvedRun) -> int:
+def pretrain(run: Run) -> int:
     """Train on this rank; rank 0 writes metrics.csv, checkpoints and, at the end, the record into the run folder.
 
     Returns:
         the exit code; see `exit_codes`. The same on all ranks.
     """
-    return run_on_this_rank(job, build_trainer(job), partial(train, job))
+    return run_on_this_rank(run.request, build_trainer(run), partial(train, run))
 
 
-def train(job: ResolvedRun, session: RankSession) -> int:
+def train(run: Run, session: RankSession) -> int:
     """Train in a locked run folder, with the process group started; returns the exit code."""
-    agreed = agree(job, session)
-    if job.on_gpu:
-        check_free_memory(agreed.needed_bytes(job), session.strategy)
-    with preferred_backend(agreed.model.attention):
-        return train_as_agreed(job, agreed, session)
+    run = agree(run, session)
+    if run.on_gpu:
+        check_free_memory(run.needed_bytes, session.strategy)
+    with preferred_backend(run.model.attention):
+        return train_as_agreed(run, session)
 
 
-def train_as_agreed(job: ResolvedRun, agreed: Agreement, session: RankSession) -> int:
+def train_as_agreed(run: Run, session: RankSession) -> int:
     """Train from the checkpoint and with the kernels that all ranks have agreed on; returns the exit code."""
-    trainer, folder, started = session.trainer, session.folder, time.time()
-    model = build_module(job, agreed, session)
-    samples = samples_of(job.run, job.corpus, job.num_validation_samples)
-    num_scored = len(samples.scored)
-    if agreed.resumes:
-        check_data_digest(agreed.checkpoint, samples, session.strategy)
-    by_length = job.run.loss_reduction == "token_mean"
-    data = PretrainDataModule(samples, job.batch.micro_batch_size, job.run.data.num_workers, by_length)
-    metrics, last_step = MetricsFile(folder / METRICS, model.validation_metrics), trainer.max_steps
-    if not begin_run_folder(job, agreed, session, metrics, num_scored):
+    trainer, start = session.trainer, run.start
+    model = build_module(run, session)
+    samples = samples_of(run.request, run.corpus, run.num_validation_samples)
+    if start.resumes:
+        check_data_digest(start.checkpoint, samples, session.strategy)
+    by_length = run.request.loss_reduction == "token_mean"
+    data = PretrainDataModule(samples, run.batch.micro_batch_size, run.request.data.num_workers, by_length)
+    metrics, last_step = MetricsFile(session.folder / METRICS, model.validation_metrics), trainer.max_steps
+    if not begin_run_folder(run, session, metrics, len(samples.scored)):
         return DONE  # an earlier start has completed the run
     if session.is_first:
-        warn_of_cost(job, num_scored)
-    trainer.loggers = [metrics, *optional_loggers(job.run, folder)]
-    report = add_callbacks(job, agreed, session)
+        warn_of_cost(run, len(samples.scored))
+    trainer.loggers = [metrics, *optional_loggers(run.request, session.folder)]
+    report = add_callbacks(run, session)
 
-    losses_at_start = None
-    if agreed.step == 0:
+    if start.step == 0:
         trainer.validate(model, data, verbose=False)
-        losses_at_start = report.validation
-    report.training_from = time.monotonic() - agreed.train_time_s
-    if agreed.step < last_step:
-        trainer.fit(model, data, ckpt_path=agreed.checkpoint if agreed.resumes else None)
+    report.training_from = time.monotonic() - start.train_time_s
+    if start.step < last_step:
+        trainer.fit(model, data, ckpt_path=start.checkpoint if start.resumes else None)
     else:  # stopped between its last checkpoint and its record
-        model.completed_steps = agreed.step
-    seconds = time.monotonic() - report.training_from
+        model.completed_steps = start.step
+    report.train_time_s = time.monotonic() - report.training_from
 
-    step = model.completed_steps
     if session.ending.exit_code != DONE:
-        report_failure(session, step, report)
+        report_failure(session, model.completed_steps, report)
         return session.ending.exit_code
-    if report.validated_at != step:
+    if report.validated_at != model.completed_steps:
         trainer.validate(model, data, verbose=False)
-    write = partial(write_run_record, job, agreed, session, report, step, num_scored, losses_at_start, started, seconds)
-    session.strategy.ranks.agree(write, first_rank_only=True)
+    session.strategy.ranks.agree(partial(write_run_record, run, session, report), first_rank_only=True)
     return DONE
 
 
-def build_trainer(job: ResolvedRun) -> L.Trainer:
+def build_trainer(run: Run) -> L.Trainer:
     """Lightning's Trainer, whose batches are optimizer steps."""
-    trainer = job.run.trainer
+    trainer = run.request.trainer
     return new_trainer(
-        job,
+        run.request,
+        run.layout,
+        run.accelerator,
         max_steps=min(trainer.max_steps, trainer.stop_after_steps or trainer.max_steps),
         val_check_interval=trainer.validate_every_steps or trainer.max_steps + 1,
         # False would undo TORCHINDUCTOR_DETERMINISTIC=1; after a deterministic run of the same process it must be said.
-        deterministic=job.run.deterministic or (False if torch.are_deterministic_algorithms_enabled() else None),
+        deterministic=run.request.deterministic or (False if torch.are_deterministic_algorithms_enabled() else None),
     )
 
 
-def build_module(job: ResolvedRun, agreed: Agreement, session: RankSession) -> PretrainModule:
+def build_module(run: Run, session: RankSession) -> PretrainModule:
     """The Lightning module; it allocates its shard of the model in `configure_model`, on its device."""
-    run = job.run
+    request, start = run.request, run.start
     return PretrainModule(
-        agreed.model,
-        agreed.optimizer,
-        agreed.schedule,
-        precision=run.precision,
-        seed=run.seed,
-        micro_batch_size=run.micro_batch_size,
-        loss_reduction=run.loss_reduction,
-        dropout_seeds=run.dropout_seeds,
-        kernels=agreed.kernels,
-        weights_from=agreed.checkpoint,
+        run.model,
+        start.optimizer,
+        start.schedule,
+        precision=request.precision,
+        seed=request.seed,
+        micro_batch_size=request.micro_batch_size,
+        loss_reduction=request.loss_reduction,
+        dropout_seeds=request.dropout_seeds,
+        kernels=run.kernels,
+        weights_from=start.checkpoint,
         progress=session.watchdog.mark,
         logs=False,
     )

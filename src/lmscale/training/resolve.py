@@ -6,165 +6,157 @@ only after the checks that do not, or on a machine that may have a GPU.
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ..config import BatchConfig, TransformerConfig
 from ..config.family import check_loads
+from ..config.from_dict import keys_of
+from ..config.layout import ParallelConfig
+from ..config.model import ModelConfig
 from ..config.pretrain import RunConfig
+from ..config.validation import describe_excess, most_samples
 from ..data.prepare import PreparedCorpus, check_corpus, prepare_corpus
-from ..data.sampler import resolve_validation
+from ..data.sampler import samples_of
 from ..data.tokenizer import check_tokenizer
-from ..kernels import Kernels
 from ..planner.flops import model_flops_per_step
 from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from ..runtime import accelerator
 from ..runtime.run_lock import check_not_in_use, run_folder_errors
 from ..runtime.world import World, is_first_rank, is_restart, world_from_outside
 from . import fit
-from .job import Job
 from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
+from .run import Run, Start
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedRun(Job):
-    """A run with all decisions that need no corpus.
-
-    Args:
-        model: the one model config of the job; `vocab_size` is a stand-in until the corpus is read.
-        measures_attention: rank 0 replaces `model.attention` by the fastest, see `Agreement`.
-        checkpoint: path of the one to start from; None: the seed determines the weights.
-        compile_choice: `compile=` as requested and what it was resolved to, for the first lines of the run.
-    """
-
-    run: RunConfig
-    model: TransformerConfig
-    measures_attention: bool
-    kernels: Kernels
-    checkpoint: str | None
-    compile_choice: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedRun(CheckedRun):
-    """A run ready for its ranks: no `auto` is left outside `run`.
-
-    Args:
-        num_validation_samples: sequences scored each time; None: all.
-    """
-
-    batch: BatchConfig
-    corpus: PreparedCorpus
-    num_validation_samples: int | None
-
-
-def resolve(run: RunConfig, files: dict[str, str] | None = None) -> ResolvedRun:
+def resolve(request: RunConfig, world: World | None = None, files: dict[str, str] | None = None) -> Run:
     """Check a run, cheap checks first: paths, sizes, memory, checkpoint; then read and tokenize the corpus once.
 
     Args:
+        world: ranks that another launcher has started; None if lmscale will start them on this host.
         files: texts by path, written into the run folder when training starts.
 
     Raises:
         ValueError: anything invalid in the configuration, in one line.
     """
-    checked = check(run)
-    corpus = prepare_corpus(run.data, run.tokenizer, run.model.family, run.model.vocab_size)
-    model = run.model.resolve(corpus.vocab_size, checked.model.attention, checked.model.recompute)
-    batch = run.check_layout(checked.layout, model)
-    resumed = None
-    if checked.checkpoint is not None:
+    run = check(request, world)
+    corpus = prepare_corpus(request.data, request.tokenizer, request.model.family, request.model.vocab_size)
+    model = request.model.resolve(corpus.vocab_size, run.model.attention, run.model.recompute)
+    with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
+        model.check_tensor_parallel(run.layout.tp_size, run.layout.pad_heads)  # the rows of the vocabulary are known
+    resumed, start = None, run.start
+    if start.checkpoint is not None:
         from ..checkpoint import check_model, read_metadata
         from .checkpoints.resuming import check_fit
 
-        found = read_metadata(checked.checkpoint)
-        check_model(found, model, checked.checkpoint)
-        check_fit(run, corpus.content_hash, checked.checkpoint, found)
-        resumed = None if run.resume.weights_only else found.run
-    num_validation = resolve_validation(run, corpus, checked.on_gpu, resumed)
-    decided = vars(checked) | {"model": model, "files": files or {}}
-    return ResolvedRun(**decided, batch=batch, corpus=corpus, num_validation_samples=num_validation)
+        found = read_metadata(start.checkpoint)
+        check_model(found, model, start.checkpoint)
+        optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint, found)
+        start = replace(start, optimizer=optimizer, schedule=schedule)
+        resumed = None if request.resume.weights_only else found.run
+    num_validation = resolve_validation(request, corpus, run.on_gpu, resumed)
+    decided = {"model": model, "start": start, "corpus": corpus, "num_validation_samples": num_validation}
+    return replace(run, files=files or {}, **decided)
+
+
+def resolve_validation(
+    request: RunConfig, corpus: PreparedCorpus, on_gpu: bool, resumed: dict[str, Any] | None = None
+) -> int | None:
+    """How many sequences are scored each time; None: all.
+
+    Args:
+        resumed: configuration of the run that a checkpoint continues, whose number `auto` keeps.
+
+    Raises:
+        ValueError: a corpus too small for a sample, or with fewer sequences than requested; a validation that takes too
+            much of a GPU's time.
+    """
+    wanted, size = request.trainer.num_validation_samples, request.global_batch_size
+    samples = samples_of(request, corpus, None if wanted == "auto" else wanted)
+    if wanted == "auto":
+        kept = (resumed or {}).get("trainer", {}).get("num_validation_samples", "auto")
+        return samples.at_most(most_samples(request.trainer, size)) if kept == "auto" else kept
+    if on_gpu and (costly := describe_excess(request.trainer, len(samples.scored), size)):
+        raise ValueError(costly)
+    return wanted
 
 
 def check_values(values: dict) -> None:
     """`check` for a configuration in plain values, for the jobs of a sweep."""
-    check(RunConfig.from_dict(values))
+    check(RunConfig.from_dict(values), world_from_outside())
 
 
-def check(run: RunConfig) -> CheckedRun:
+def check(request: RunConfig, world: World | None = None) -> Run:
     """Check all of a run that needs no corpus: the machine, sizes, memory, paths.
 
     Raises:
         ValueError: anything invalid in the configuration, in one line.
     """
-    world = world_from_outside()
-    check_paths(run, world)
-    check_loads(run.model.family)
-    device = accelerator.resolve_accelerator(run.trainer.accelerator)
+    check_paths(request, world)
+    check_loads(request.model.family)
+    device = accelerator.resolve_accelerator(request.trainer.accelerator)
     on_gpu = device == "gpu"
     if on_gpu:
-        accelerator.set_allocator(run.cuda_graphs)
-        accelerator.check_products(run.precision.dtype)
-    checkpoint, kept, folder = None, None, Path(run.run_dir)
+        accelerator.set_allocator(request.cuda_graphs)
+        accelerator.check_products(request.precision.dtype)
+    checkpoint, found, kept, folder = None, None, None, Path(request.run_dir)
     with run_folder_errors(folder):
         if is_first_rank():
             check_not_in_use(folder)
         is_used = folder.is_dir() and any(folder.iterdir())
-    if run.resume.path != "none" or is_restart() or is_used:
-        from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
+    if request.resume.path != "none" or is_restart() or is_used:
+        from ..checkpoint import read_metadata  # imports torch
+        from .checkpoints.resuming import find_checkpoint, kept_metadata
 
         with run_folder_errors(folder):
-            checkpoint = find_checkpoint(run)
-        kept = None if run.resume.weights_only else kept_metadata(checkpoint, on_gpu)
+            checkpoint = find_checkpoint(request)
+        found = checkpoint and read_metadata(checkpoint)
+        kept = None if request.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
-    config = run.model.resolve(STAND_IN_VOCAB_SIZE)
-    flops = run.trainer.max_steps * model_flops_per_step(config, run.data.seq_length, run.global_batch_size)
-    kernels, attention, choice = resolve_kernels(run, on_gpu, kept, flops // (world or World()).num_hosts)
+    config = request.model.resolve(STAND_IN_VOCAB_SIZE)
+    flops = request.trainer.max_steps * model_flops_per_step(config, request.data.seq_length, request.global_batch_size)
+    kernels, attention, choice = resolve_kernels(request, on_gpu, kept, flops // (world or World()).num_hosts)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
-    workload = Workload.of(run, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
-    layout = fit.resolve_layout(run.parallel, workload, world)
-    run.check_layout(layout)
-    fit.check_host(run, layout, world)
-    workload = fit.resolve_recompute(run, workload, layout)
-    fit.check_memory(run.name, workload, layout, world)
-    if run.checkpoint.async_ or layout.zero1:
-        fit.check_copies("parallel.zero1" if layout.zero1 else "checkpoint.async", workload, layout, world)
-    recompute = workload.config.recompute
-    check_cuda_graphs(kernels, on_gpu, run.precision.dtype, recompute, layout.tp_size, layout.pp_size)
+    workload = Workload.of(request, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
+    fitting = fit.choose(request, workload, world)
+    layout, model = fitting.layout, fitting.workload.config
+    check_cuda_graphs(kernels, on_gpu, request.precision.dtype, model.recompute, layout.tp_size, layout.pp_size)
     if on_gpu and layout.world_size == 1:
-        check_determinism(run.deterministic)
-    check_tokenizer(run.tokenizer, run.model.family)
-    return CheckedRun(
-        run=run,
-        layout=layout,
+        check_determinism(request.deterministic)
+    check_tokenizer(request.tokenizer, request.model.family)
+    return Run(
+        request=request,
         accelerator=device,
-        model=workload.config,
-        measures_attention=attention is None,
+        layout=layout,
+        batch=fitting.batch,
+        model=model,
         kernels=kernels,
-        checkpoint=checkpoint,
         compile_choice=choice,
+        measures_attention=attention is None,
+        start=Start.at(checkpoint, found, request, folder),
     )
 
 
-def check_paths(run: RunConfig, world: World | None) -> None:
+def check_paths(request: RunConfig, world: World | None) -> None:
     """Check that the corpus and the checkpoint of a run and wandb are there, and what a restart would go on from.
 
     Raises:
         ValueError: one is missing; torchrun may restart the run, which would not look for its own checkpoints.
     """
-    check_corpus(run.data, run.model.family)
-    if run.logger.wandb and importlib.util.find_spec("wandb") is None:
+    check_corpus(request.data, request.model.family)
+    if request.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
-    path = run.resume.path
+    path = request.resume.path
     # `max_restarts` decides, because a node that only waited for another node's restart has counted no restart.
     if world is not None and world.launcher == "torchrun" and world.max_restarts and path != "auto":
         raise ValueError(
             f"`resume` must be auto under torchrun's --max-restarts, or a restart loses what was trained, but is {path}"
             "; a first start without restarts can begin from another checkpoint"
         )
-    if world is not None and run.max_restarts:
+    if world is not None and request.max_restarts:
         raise ValueError(
             f"`max_restarts` must be 0 where {world.launcher} has started the ranks, which restarts them itself "
-            f"(torchrun --max-restarts, sbatch --requeue), but is {run.max_restarts}"
+            f"(torchrun --max-restarts, sbatch --requeue), but is {request.max_restarts}"
         )
     if not is_restart() and path not in ("none", "auto") and not os.path.exists(path):
         raise ValueError(f"`resume` must be none, auto or the path of a checkpoint, but {path!r} does not exist")

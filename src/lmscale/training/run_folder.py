@@ -17,22 +17,19 @@ from ..runtime.machine import device_name
 from ..runtime.messages import print_error, warn
 from ..runtime.run_lock import run_folder_errors
 from ..shared_files import write_atomically
-from .agreement import Agreement
 from .announcement import announce
 from .callbacks.diagnosis import count_updates, first_cause
 from .callbacks.step_report import StepReport
 from .checkpoints.resuming import CHECKPOINTS
 from .device_memory import memory_metrics
 from .loggers import MetricsFile, training_losses
-from .resolve import ResolvedRun
+from .run import Run
 from .session import RankSession
 
 METRICS, RECORD = "metrics.csv", "record.json"
 
 
-def begin_run_folder(
-    job: ResolvedRun, agreed: Agreement, session: RankSession, metrics: MetricsFile, num_scored: int
-) -> bool:
+def begin_run_folder(run: Run, session: RankSession, metrics: MetricsFile, num_scored: int) -> bool:
     """Announce the run and write the files that precede its first step, or say that there is none (on rank 0).
 
     Args:
@@ -48,31 +45,31 @@ def begin_run_folder(
         from rank 0 whether there is a record, which others may not see yet over NFS; then small objects.
     """
     run_dir, ranks, last_step = session.folder, session.strategy.ranks, session.trainer.max_steps
-    if ranks.broadcast(agreed.step >= last_step and (run_dir / RECORD).is_file()):
+    if ranks.broadcast(run.start.step >= last_step and (run_dir / RECORD).is_file()):
         if session.is_first:
-            print(f"nothing to do: the checkpoint is at step {agreed.step} and the run ends at {last_step}")
+            print(f"nothing to do: the checkpoint is at step {run.start.step} and the run ends at {last_step}")
         return False
     if session.is_first:
-        announce(job, agreed, session, num_scored)
-    ranks.agree(partial(prepare_folder, job, agreed, run_dir, metrics), first_rank_only=True)
+        announce(run, session, num_scored)
+    ranks.agree(partial(prepare_folder, run, run_dir, metrics), first_rank_only=True)
     ranks.check_shared(run_dir / CHECKPOINTS)
     return True
 
 
-def prepare_folder(job: ResolvedRun, agreed: Agreement, run_dir: Path, metrics: MetricsFile) -> None:
+def prepare_folder(run: Run, run_dir: Path, metrics: MetricsFile) -> None:
     """Write the files that precede the first step.
 
     Raises:
         ValueError: the folder cannot be written.
     """
     with run_folder_errors(run_dir):
-        tokenizer = (Path(job.corpus.folder) / "tokenizer.json").read_bytes()
-        write_first_files(run_dir, {"config.json": json.dumps(agreed.describe(job), indent=1)} | job.files, tokenizer)
+        tokenizer = (Path(run.corpus.folder) / "tokenizer.json").read_bytes()
+        write_first_files(run_dir, {"config.json": json.dumps(run.describe(), indent=1)} | run.files, tokenizer)
         try:
-            metrics.resume_at(agreed.step)
+            metrics.resume_at(run.start.step)
         except (ValueError, LookupError, csv.Error):  # torn by a crash of the machine
             keep_damaged(run_dir / METRICS)
-            metrics.resume_at(agreed.step)
+            metrics.resume_at(run.start.step)
         (run_dir / RECORD).unlink(missing_ok=True)  # of a part of this run, which goes on
 
 
@@ -105,7 +102,7 @@ def report_failure(session: RankSession, step: int, report: StepReport) -> None:
         if session.is_first:
             print_error(
                 f"no finite gradient in more steps in a row than trainer.max_skipped_steps "
-                f"({report.run.trainer.max_skipped_steps}), up to step {step}; "
+                f"({report.request.trainer.max_skipped_steps}), up to step {step}; "
                 f"first {first_cause(reports, session.strategy.optimizers[0].all_names)}; see {path}"
             )
         write = partial(path.write_text, json.dumps(reports, indent=1), encoding="utf-8")
@@ -116,11 +113,11 @@ def report_failure(session: RankSession, step: int, report: StepReport) -> None:
         print(f"stopped by {name} after step {step}, saved in {where}; continue with resume=auto", flush=True)
 
 
-def describe_validation(losses: dict[str, float], start: dict[str, float] | None, terms: dict[str, str]) -> str:
+def describe_validation(losses: dict[str, float], start: dict[str, float], terms: dict[str, str]) -> str:
     """The validation loss before and after a run; a sum with each of its terms.
 
     Args:
-        losses, start: after the last step and before the first one, by metric.
+        losses, start: after the last step and before the first one (empty after a resume), by metric.
         terms: of what each term is a mean, by its name.
     """
 
@@ -133,70 +130,52 @@ def describe_validation(losses: dict[str, float], start: dict[str, float] | None
     return f"{change('val/loss')} nats ({' + '.join(parts)})"
 
 
-def write_run_record(
-    job: ResolvedRun,
-    agreed: Agreement,
-    session: RankSession,
-    report: StepReport,
-    step: int,
-    num_scored: int,
-    start: dict[str, float] | None,
-    started: float,
-    seconds: float,
-) -> None:
-    """Write the run's JSON record next to its metrics, and print the last lines on the terminal.
-
-    Args:
-        step: the last.
-        num_scored: sequences of a validation.
-        start: losses before the first step; None after a resume.
-        started: when this start began, seconds since the epoch.
-        seconds: of training alone, by all starts.
-    """
-    terms, metrics = load(agreed.model.traits.loss).TERMS, {}
+def write_run_record(run: Run, session: RankSession, report: StepReport) -> None:
+    """Write the run's JSON record next to its metrics, and print the last lines on the terminal."""
+    terms, metrics, step = load(run.model.traits.loss).TERMS, {}, report.validated_at
     units = {f"val/{term}_loss": f"nats/{what}" for term, what in terms.items()}
     # The sum of a mean over masked tokens and a mean over sequences is neither: nats.
     total = "nats" if len(terms) > 1 else next(iter(units.values()))
     units |= {"val/loss": total, "val/perplexity": "perplexity"}
     for name, value in report.validation.items():
         metrics[name] = {"value": value, "unit": units[name]}
-    for name, value in (start or {}).items():
+    for name, value in report.validation_at_start.items():
         if not name.endswith("perplexity"):
             metrics[name.replace("val/", "val_start/")] = {"value": value, "unit": units[name]}
-    metrics["val/num_sequences"] = {"value": num_scored, "unit": "sequences"}
-    unigram = corpus_unigram_cross_entropy(job.corpus)
+    metrics["val/num_sequences"] = {"value": len(session.trainer.datamodule.samples.scored), "unit": "sequences"}
+    unigram = corpus_unigram_cross_entropy(run.corpus)
     metrics["val/unigram_cross_entropy"] = {"value": unigram, "unit": "nats/token"}
     for name, unit in (("train/loss", total), ("tokens_per_s", "tokens/s")):
         if name in report.metrics:  # absent if all steps were done before
             metrics[name] = {"value": report.metrics[name], "unit": unit}
-    metrics["train_time"] = {"value": seconds, "unit": "s"}
+    metrics["train_time"] = {"value": report.train_time_s, "unit": "s"}
     metrics["steps"] = {"value": step, "unit": "steps"}
-    metrics |= memory_metrics(agreed.needed_bytes(job)) if job.on_gpu else {}
+    metrics |= memory_metrics(run.needed_bytes) if run.on_gpu else {}
     metrics |= {} if report.counters is None else count_updates(report.counters)
     run_record = new_record(
-        name=job.run.name,
+        name=run.request.name,
         kind="run",
-        config=agreed.describe(job) | {"model": agreed.model.to_dict(), "corpus": job.corpus.manifest},
-        seed=job.run.seed,
+        config=run.describe() | {"model": run.model.to_dict(), "corpus": run.corpus.manifest},
+        seed=run.request.seed,
         metrics=metrics,
-        device=device_name(job.on_gpu),
-        settings=gpu_settings(job.on_gpu),
-        layout=job.layout.sizes | {"threads_per_rank": session.num_threads},
-        steps=[agreed.step, step],
-        started=started,
+        device=device_name(run.on_gpu),
+        settings=gpu_settings(run.on_gpu),
+        layout=run.layout.sizes | {"threads_per_rank": session.num_threads},
+        steps=[run.start.step, step],
+        started=session.started,
     )
     end, first = report.validation["val/loss"], training_losses(session.folder / METRICS)[:1]  # a resumed run has these
-    above = not math.isfinite(end) or end > (start["val/loss"] if start else next(iter(first), end))
-    more = {"kernels": asdict(agreed.kernels), "ended_above_start": above}
+    above = not math.isfinite(end) or end > report.validation_at_start.get("val/loss", next(iter(first), end))
+    more = {"kernels": asdict(run.kernels), "ended_above_start": above}
     write_record(run_record | more, session.folder / RECORD)
-    loss = describe_validation(report.validation, start, terms)
+    loss = describe_validation(report.validation, report.validation_at_start, terms)
     unigram_loss = f"a unigram has {unigram:.4f} per token of all validation text"
     print(f"validation loss {loss} at step {step}; {unigram_loss}")
     print(f"record: {session.folder / RECORD}", flush=True)
     if not math.isfinite(end):
         warn("the validation loss is not finite: the run has diverged")
     elif above:
-        warn_of_no_progress("validation loss", job.run.optimizer.lr)
+        warn_of_no_progress("validation loss", run.request.optimizer.lr)
 
 
 def warn_of_no_progress(loss: str, lr: float) -> None:

@@ -3,12 +3,13 @@
 import gc
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -16,6 +17,9 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
 from ..checkpoint import CheckpointError
+from ..config import Layout
+from ..config.finetune import FinetuneConfig
+from ..config.pretrain import RunConfig
 from ..parallel.shared_memory import SharedMemoryError
 from ..runtime import world as outside
 from ..runtime.accelerator import keep_partial_sums_in_fp32
@@ -27,7 +31,6 @@ from ..runtime.ranks import AgreedError
 from ..runtime.run_lock import RunLock
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import join_ranks, world_from_outside
-from .job import Job
 from .strategy import TensorParallelStrategy
 
 # Silence Lightning's notes on devices, tips and rank numbers, and two warnings that do not apply: one about its own use
@@ -57,6 +60,7 @@ class RankSession:
     Args:
         folder: the run folder, the same on all ranks and locked for this job.
         num_threads: CPU threads of this rank.
+        started: when the job began, seconds since the epoch.
     """
 
     trainer: L.Trainer
@@ -65,6 +69,7 @@ class RankSession:
     interruption: Interruption
     ending: Ending
     num_threads: int
+    started: float = field(default_factory=time.time)
 
     @property
     def strategy(self) -> TensorParallelStrategy:
@@ -77,21 +82,22 @@ class RankSession:
         return self.trainer.is_global_zero
 
 
-def new_trainer(job: Job, **options: Any) -> L.Trainer:
-    """Return Lightning's Trainer for a job, with its `TensorParallelStrategy` on the ranks that have been started.
+def new_trainer(
+    request: RunConfig | FinetuneConfig, layout: Layout, accelerator: Literal["cpu", "gpu"], **options: Any
+) -> L.Trainer:
+    """Return Lightning's Trainer for a run, with its `TensorParallelStrategy` on the ranks that have been started.
 
     Args:
-        options: of `L.Trainer`, in addition to those that every job has.
+        options: of `L.Trainer`, in addition to those that every run has.
     """
-    run = job.run
     world = join_ranks()
-    torch.set_float32_matmul_precision(run.trainer.matmul_precision)
+    torch.set_float32_matmul_precision(request.trainer.matmul_precision)
     keep_partial_sums_in_fp32()
     strategy = TensorParallelStrategy(
-        job.layout, timeout_minutes=run.parallel.timeout_minutes, shared_memory=run.parallel.shared_memory
+        layout, timeout_minutes=request.parallel.timeout_minutes, shared_memory=request.parallel.shared_memory
     )
     trainer = L.Trainer(
-        accelerator=job.accelerator,
+        accelerator=accelerator,
         devices=world.local_size,
         num_nodes=world.num_hosts,
         strategy=strategy,
@@ -115,7 +121,10 @@ def new_trainer(job: Job, **options: Any) -> L.Trainer:
 
 
 def run_on_this_rank(
-    job: Job, trainer: L.Trainer, train: Callable[[RankSession], int], stops_on_signal: bool = True
+    request: RunConfig | FinetuneConfig,
+    trainer: L.Trainer,
+    train: Callable[[RankSession], int],
+    stops_on_signal: bool = True,
 ) -> int:
     """Start the process group, lock the run folder, and call `train`; clean up however it ends.
 
@@ -130,18 +139,18 @@ def run_on_this_rank(
     Raises:
         LostRank: another rank has died or a collective has failed; this one has printed a line.
     """
-    run, strategy = job.run, trainer.strategy
+    strategy, on_gpu = trainer.strategy, trainer.strategy.root_device.type == "cuda"
     interruption, lock = Interruption(), RunLock()
-    watchdog = Watchdog(trainer.global_rank, 60 * run.parallel.timeout_minutes)
+    watchdog = Watchdog(trainer.global_rank, 60 * request.parallel.timeout_minutes)
     watchdog.start()
     try:
         strategy.setup_environment()
         if stops_on_signal:  # until now a signal ends this rank, which may be waiting for others
             interruption.install()
-        num_threads, reason = share_cores(run.trainer.num_threads)  # after Lightning's own
-        if not job.on_gpu:
+        num_threads, reason = share_cores(request.trainer.num_threads)  # after Lightning's own
+        if not on_gpu:
             keep_heap()
-        folder = strategy.ranks.broadcast(Path(run.run_dir))  # under torchrun each rank has computed its own
+        folder = strategy.ranks.broadcast(Path(request.run_dir))  # under torchrun each rank has computed its own
         strategy.ranks.agree(partial(lock.take, folder), first_rank_only=True)
         watchdog.folder = folder
         world = world_from_outside()
@@ -158,7 +167,7 @@ def run_on_this_rank(
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     except RuntimeError as error:
-        lost = end_rank(error, trainer.global_rank, job.layout.tp_size, watchdog.where, watchdog.folder)
+        lost = end_rank(error, trainer.global_rank, strategy.layout.tp_size, watchdog.where, watchdog.folder)
         if lost is None:
             raise
         raise lost from None
@@ -169,7 +178,7 @@ def run_on_this_rank(
         _end_process_group(failed=sys.exc_info()[0] is not None)
         watchdog.stop()
         gc.collect()  # frees memory for the next job of a sweep in this process
-        if job.on_gpu:
+        if on_gpu:
             torch.cuda.empty_cache()
 
 

@@ -1,8 +1,7 @@
 """Which callbacks a pretraining has, in the order in which they must act."""
 
-from ..agreement import Agreement
 from ..checkpoints.saving import Checkpointing
-from ..resolve import ResolvedRun
+from ..run import Run
 from ..session import RankSession
 from .layer_statistics import LayerStatistics
 from .profiling import StepProfiler
@@ -12,19 +11,19 @@ from .sample_digest import SampleDigest
 from .step_report import StepReport
 
 
-def add_callbacks(job: ResolvedRun, agreed: Agreement, session: RankSession) -> StepReport:
+def add_callbacks(run: Run, session: RankSession) -> StepReport:
     """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
-    run, digest, report = job.run, SampleDigest(), StepReport(job, agreed, session)
+    request, digest, report = run.request, SampleDigest(), StepReport(run, session)
     callbacks = [digest]
-    if run.trainer.check_replicas_every_steps:
-        callbacks.append(ReplicaSentinel(run.trainer.check_replicas_every_steps, digest, session.ending))
-    if run.trainer.profiler is not None:
+    if request.trainer.check_replicas_every_steps:
+        callbacks.append(ReplicaSentinel(request.trainer.check_replicas_every_steps, digest, session.ending))
+    if request.trainer.profiler is not None:
         callbacks.append(StepProfiler(session.folder / "profile"))
     callbacks.append(report)
-    if run.logger.layer_statistics:
-        callbacks.append(LayerStatistics(run.logger.layer_statistics, session.folder))
-    if run.trainer.progress_bar:
+    if request.logger.layer_statistics:
+        callbacks.append(LayerStatistics(request.logger.layer_statistics, session.folder))
+    if request.trainer.progress_bar:
         callbacks.append(ProgressLine(report))
-    callbacks.append(Checkpointing(job, agreed, session, report, digest))
+    callbacks.append(Checkpointing(run, session, report, digest))
     session.trainer.callbacks.extend(callbacks)
     return report

@@ -109,7 +109,7 @@ def fields(report: StepReport, seconds_left: float) -> list[str]:
         f"{metrics['tflops_per_s_per_device']:.3g} TFLOP/s",
         f"MFU {metrics['mfu']:.1%}" if "mfu" in metrics else "",
         f"{metrics['memory_gib']:.2f} GiB",
-        f"scale {metrics['loss_scale']:.3g}" if report.run.precision.dtype == "fp16" else "",
+        f"scale {metrics['loss_scale']:.3g}" if report.request.precision.dtype == "fp16" else "",
     ]
     return [field for field in found if field]
 

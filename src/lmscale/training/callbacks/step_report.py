@@ -9,8 +9,7 @@ from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step
 from ...runtime.exit_codes import DIVERGED
 from ...runtime.machine import device_name
-from ..agreement import Agreement
-from ..resolve import ResolvedRun
+from ..run import Run
 from ..session import RankSession
 from ..step.counters import Counters
 from .diagnosis import diagnose
@@ -27,32 +26,36 @@ class StepReport(L.Callback):
     It precedes `Checkpointing` among the callbacks, so that the row of a step is on disk before its checkpoint.
 
     Args:
-        job, agreed: the run and its model.
         session: its watchdog is told of the progress, and its ending is set when the run has diverged.
 
     Attributes:
         metrics: the last row.
         counters: of the optimizer at the last row; None before the first.
         validation: the losses of the last validation, taken after step `validated_at`.
+        validation_at_start: those before the first step; empty after a resume.
         diagnosis: of this rank, once the run has diverged.
         training_from: when training would have begun without interruptions, by the monotonic clock.
+        train_time_s: of training alone, by all starts, once it has ended.
 
     Communicates:
         per row one all-reduce of the loss terms over the data group; with `logger.layer_grad_norms` also
         as `gradient_norms_of_parts`.
     """
 
-    def __init__(self, job: ResolvedRun, agreed: Agreement, session: RankSession) -> None:
-        self.run, self.watchdog, self.ending = job.run, session.watchdog, session.ending
-        run, device = job.run, device_name(job.on_gpu)
-        self.peak_flops_per_s = dense_peak_flops_per_s(device, run.precision.dtype, run.trainer.matmul_precision)
-        self.flops_per_step = model_flops_per_step(agreed.model, run.data.seq_length, run.global_batch_size)
+    def __init__(self, run: Run, session: RankSession) -> None:
+        self.request = request = run.request
+        self.watchdog, self.ending = session.watchdog, session.ending
+        numbers = device_name(run.on_gpu), request.precision.dtype, request.trainer.matmul_precision
+        self.peak_flops_per_s = dense_peak_flops_per_s(*numbers)
+        self.flops_per_step = model_flops_per_step(run.model, request.data.seq_length, request.global_batch_size)
         self.metrics: dict[str, float] = {}
         self.counters: Counters | None = None
         self.validation: dict[str, float] = {}
+        self.validation_at_start: dict[str, float] = {}
         self.validated_at = -1
         self.diagnosis: dict[str, Any] = {}
         self.training_from = time.monotonic()
+        self.train_time_s = 0.0
         self._layer_norms: dict[str, float] = {}
         self._batch_end: float | None = None
         self._steps_since_row = 0
@@ -80,7 +83,7 @@ class StepReport(L.Callback):
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
         """Compute the norms of the complete gradients, if they are reported."""
-        if self.run.logger.layer_grad_norms and self._reports(trainer, pl_module.completed_steps + 1):
+        if self.request.logger.layer_grad_norms and self._reports(trainer, pl_module.completed_steps + 1):
             self._layer_norms = layer_gradient_norms(optimizer)
 
     def on_train_batch_end(
@@ -97,7 +100,7 @@ class StepReport(L.Callback):
         if losses is not None:
             self._write_row(trainer, pl_module, losses)
         # The host does not wait for the GPU: without a row it learns of a skipped step one step later.
-        counters, limit = optimizer.counters, self.run.trainer.max_skipped_steps
+        counters, limit = optimizer.counters, self.request.trainer.max_skipped_steps
         if counters.known.skipped_in_a_row > limit and counters.read().skipped_in_a_row > limit:
             self.diagnosis = diagnose(pl_module, batch)
             self.ending.stop(trainer, DIVERGED)
@@ -107,7 +110,7 @@ class StepReport(L.Callback):
     def _reports(self, trainer: L.Trainer, step: int) -> bool:
         """Whether the step has a row; a validated step always has one, for its validation losses."""
         end = trainer.max_steps
-        intervals = (self.run.logger.log_every_steps, self.run.trainer.validate_every_steps or end, end)
+        intervals = (self.request.logger.log_every_steps, self.request.trainer.validate_every_steps or end, end)
         return any(step % interval == 0 for interval in intervals)
 
     def _write_row(self, trainer: L.Trainer, pl_module: L.LightningModule, losses: list[float]) -> None:
@@ -115,7 +118,7 @@ class StepReport(L.Callback):
         context = pl_module.parallel
         seconds = {name: total / self._steps_since_row for name, total in self.timer.read().items()}
         self._steps_since_row = 0
-        tokens = self.run.global_batch_size * self.run.data.seq_length
+        tokens = self.request.global_batch_size * self.request.data.seq_length
         flops_per_s = self.flops_per_step / seconds["step"] / (context.tp_size * context.pp_size * context.dp_size)
         metrics = pl_module.named_losses("train", losses) | {
             "lr": pl_module.step_lr,
@@ -148,6 +151,8 @@ class StepReport(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Add the validation losses to the row of their step; the time of validation belongs to no step."""
         self.validation, self.validated_at = pl_module.validation, pl_module.completed_steps
+        if self.validated_at == 0:
+            self.validation_at_start = self.validation
         for logger in trainer.loggers:
             logger.log_metrics(self.validation, self.validated_at)
         self._batch_end = time.perf_counter()

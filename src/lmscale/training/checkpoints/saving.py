@@ -13,10 +13,9 @@ from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ...runtime.messages import print_error
-from ..agreement import Agreement
 from ..callbacks.sample_digest import SampleDigest
 from ..callbacks.step_report import StepReport
-from ..resolve import ResolvedRun
+from ..run import Run
 from ..session import RankSession
 from .resuming import CHECKPOINTS
 
@@ -31,7 +30,7 @@ class Checkpointing(L.Callback):
     one is complete.
 
     Args:
-        job, agreed: the run, which a checkpoint keeps as `Agreement.describe` has it.
+        run: a checkpoint keeps it as `Run.describe` has it.
         session: has the folder, says whether this process has been asked to stop, and is told when the run stops.
         report, digest: give the validation losses and the data digest to save.
 
@@ -41,10 +40,8 @@ class Checkpointing(L.Callback):
         and as `TensorParallelStrategy.finish_save`.
     """
 
-    def __init__(
-        self, job: ResolvedRun, agreed: Agreement, session: RankSession, report: StepReport, digest: SampleDigest
-    ) -> None:
-        self.run, self.config, self.described = job.run, job.run.checkpoint, agreed.describe(job)
+    def __init__(self, run: Run, session: RankSession, report: StepReport, digest: SampleDigest) -> None:
+        self.request, self.config, self.described = run.request, run.request.checkpoint, run.describe()
         self.folder, self.interruption, self.ending = session.folder / CHECKPOINTS, session.interruption, session.ending
         self.report, self.digest = report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
@@ -69,7 +66,7 @@ class Checkpointing(L.Callback):
         wants_stop, by_clock = trainer.strategy.ranks.any(self.interruption.received is not None, by_clock)
         by_steps = config.save_every_steps > 0 and step % config.save_every_steps == 0
         self.is_due = by_steps or by_clock
-        every = self.run.trainer.validate_every_steps
+        every = self.request.trainer.validate_every_steps
         is_validated = every > 0 and step % every == 0
         if self.ending.exit_code != DONE:
             return  # the run has diverged or its replicas differ: keep what was saved before
@@ -91,7 +88,10 @@ class Checkpointing(L.Callback):
         ):
             return
         samples_of_all = len(trainer.datamodule.samples.scored) // pl_module.parallel.dp_size
-        if batch_idx >= samples_of_all // self.run.micro_batch_size or pl_module.completed_steps >= trainer.max_steps:
+        if (
+            batch_idx >= samples_of_all // self.request.micro_batch_size
+            or pl_module.completed_steps >= trainer.max_steps
+        ):
             return  # some rank has no such micro-batch
         (wants_stop,) = trainer.strategy.ranks.any(self.interruption.received is not None)
         if wants_stop:

@@ -1,0 +1,102 @@
+"""One pretraining with everything decided: what the command passes to its ranks, and what they train. Without torch."""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ..config import BatchConfig, Layout, TransformerConfig
+from ..config.pretrain import RunConfig
+from ..config.training import OptimizerConfig, ScheduleConfig
+from ..data.prepare import PreparedCorpus
+from ..kernels import Kernels
+from ..planner.memory import estimate_memory
+from ..planner.workload import Workload
+
+CHECKPOINTS = "checkpoints"  # folder of a run folder
+T = TypeVar("T")
+Open = T | None  # of a field that is None until it is decided
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts, and the optimizer and schedule that it goes on with.
+
+    Args:
+        checkpoint: whose weights the model starts with; None: the seed determines them.
+        resumes: whether optimizer, schedule and data order continue from the checkpoint too.
+        step: steps already done.
+        train_time_s: of these steps; nan if the checkpoint is from before it was kept.
+        optimizer, schedule: those of the request, or with `resume.schedule=keep` those of `checkpoint`.
+    """
+
+    checkpoint: str | None
+    resumes: bool
+    step: int
+    train_time_s: float
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+
+    @classmethod
+    def at(cls, path: str | None, found: Any, request: RunConfig, folder: Path) -> "Start":
+        """The start from a checkpoint under the schedule of the request; None: from the initial weights.
+
+        Args:
+            path, found: the checkpoint and its metadata.
+            folder: the run folder.
+        """
+        resumes = path is not None and (Path(path).parent == folder / CHECKPOINTS or not request.resume.weights_only)
+        step, train_time_s = (found.step, found.state.get("train_time_s", math.nan)) if resumes else (0, 0.0)
+        return cls(path, resumes, step, train_time_s, request.optimizer, request.schedule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A pretraining: what was requested, and what was decided of it. Picklable, a few kilobytes.
+
+    Two functions may leave fields open. `check` knows no corpus: `corpus` is None, the vocabulary of `model` a stand-in
+    and `start` under the schedule of the request. After `resolve`, until `agree` has returned the run on the ranks,
+    `start` may change, because another job may write checkpoints until the folder is locked, and so may
+    `model.attention`, if `measures_attention`; `kernels` and `model.recompute` become those of rank 0's machine.
+
+    Args:
+        request: the configuration as requested.
+        files: texts by path, written into the run folder when training starts.
+        model: the one model config of the run.
+        compile_choice: `compile=` as requested and what it was resolved to, for the first lines of the run.
+        num_validation_samples: sequences scored each time; None: all.
+        measures_attention: rank 0 replaces `model.attention` by the fastest.
+    """
+
+    request: RunConfig
+    files: dict[str, str] = field(default_factory=dict)
+    accelerator: Literal["cpu", "gpu"]
+    layout: Layout
+    batch: BatchConfig
+    model: TransformerConfig
+    kernels: Kernels
+    compile_choice: str
+    measures_attention: bool
+    start: Start
+    corpus: Open[PreparedCorpus] = None
+    num_validation_samples: int | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the ranks compute on GPUs."""
+        return self.accelerator == "gpu"
+
+    @cached_property
+    def needed_bytes(self) -> int:
+        """Memory of a rank's tensors, as planned."""
+        workload = Workload.of(self.request, compiles=self.kernels.compiles, on_gpu=self.on_gpu)
+        return estimate_memory(replace(workload, config=self.model), self.layout).total
+
+    def describe(self) -> dict[str, Any]:
+        """The run as its files have it: the configuration as requested, with what was decided in place of `auto`."""
+        values = self.request.to_dict()
+        values["trainer"] |= {"accelerator": self.accelerator, "num_validation_samples": self.num_validation_samples}
+        values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute}
+        values["optimizer"] |= asdict(self.start.optimizer)
+        return values | {"compile": self.kernels.compiles, "schedule": asdict(self.start.schedule)}
