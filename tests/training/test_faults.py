@@ -15,8 +15,8 @@ from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoin
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 from lmscale.training import pretrain as pretrain_module
-from lmscale.training.callbacks.diagnosis import first_cause
 from lmscale.training.callbacks.sample_digest import SampleDigest
+from lmscale.training.diagnosis import first_cause
 from lmscale.training.module import PretrainModule
 from lmscale.training.resolve import resolve
 

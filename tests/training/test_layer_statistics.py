@@ -18,8 +18,8 @@ from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, ShardSpec, global_gradient_norm
 from lmscale.parallel.communicator import SingleRankCommunicator
 from lmscale.parallel.grad_norm import gradient_norms_of_parts
-from lmscale.training.callbacks.layer_gradients import layer_gradient_norms, part_of_model
 from lmscale.training.callbacks.layer_statistics import FILE, LayerStatistics, measure_sublayers
+from lmscale.training.step.layer_gradients import layer_gradient_norms, part_of_model
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
 EXACT = {"logger__layer_grad_norms": True, "micro_batch_size": 2}

@@ -13,10 +13,10 @@ from sharding import small_config
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.watchdog import Watchdog
 from lmscale.training.callbacks.step_report import StepReport
-from lmscale.training.callbacks.timing import PhaseTimer, memory_in_use
 from lmscale.training.loggers import LinesFile, MetricsFile
 from lmscale.training.module import BERTModule, GPTModule
 from lmscale.training.session import Ending
+from lmscale.training.timing import PhaseTimer, memory_in_use
 
 
 def rows(path) -> list[dict[str, str]]:

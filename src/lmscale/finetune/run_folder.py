@@ -10,7 +10,7 @@ from ..runtime.accelerator import gpu_settings
 from ..runtime.machine import device_name
 from ..runtime.run_lock import run_folder_errors
 from ..training.announcement import describe_channel
-from ..training.callbacks.diagnosis import count_updates
+from ..training.diagnosis import count_updates
 from ..training.loggers import training_losses
 from ..training.run_folder import warn_of_no_progress, write_first_files
 from .features import Features

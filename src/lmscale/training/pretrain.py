@@ -13,8 +13,14 @@ from ..models.attention_backend import preferred_backend
 from ..runtime.exit_codes import DONE
 from .agreement import agree
 from .announcement import warn_of_cost
-from .callbacks.order import add_callbacks
+from .callbacks.layer_statistics import LayerStatistics
+from .callbacks.profiling import StepProfiler
+from .callbacks.progress import ProgressLine
+from .callbacks.replica_sentinel import ReplicaSentinel
+from .callbacks.sample_digest import SampleDigest
+from .callbacks.step_report import StepReport
 from .checkpoints.resuming import check_data_digest
+from .checkpoints.saving import Checkpointing
 from .device_memory import check_free_memory
 from .loggers import MetricsFile, optional_loggers
 from .module import PretrainModule
@@ -108,3 +114,21 @@ def build_module(run: Run, session: RankSession) -> PretrainModule:
         progress=session.watchdog.mark,
         logs=False,
     )
+
+
+def add_callbacks(run: Run, session: RankSession) -> StepReport:
+    """Give the Trainer its callbacks, in the order in which they must act; returns the one that reports the steps."""
+    request, digest, report = run.request, SampleDigest(), StepReport(run, session)
+    callbacks = [digest]
+    if request.trainer.check_replicas_every_steps:
+        callbacks.append(ReplicaSentinel(request.trainer.check_replicas_every_steps, digest, session.ending))
+    if request.trainer.profiler is not None:
+        callbacks.append(StepProfiler(session.folder / "profile"))
+    callbacks.append(report)
+    if request.logger.layer_statistics:
+        callbacks.append(LayerStatistics(request.logger.layer_statistics, session.folder))
+    if request.trainer.progress_bar:
+        callbacks.append(ProgressLine(report))
+    callbacks.append(Checkpointing(run, session, report, digest))
+    session.trainer.callbacks.extend(callbacks)
+    return report

@@ -19,7 +19,7 @@ from ...parallel.pipeline import gather_from_stages
 from ...shared_files import write_atomically
 from ..loggers import LinesFile
 from ..run_folder import keep_damaged
-from .layer_gradients import layer_gradient_norms
+from ..step.layer_gradients import layer_gradient_norms
 
 FILE = "layer_statistics.jsonl"
 _SUBLAYER = re.compile(r"transformer\.layers\.(\d+)\.(attention|mlp)")

@@ -9,12 +9,12 @@ from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step
 from ...runtime.exit_codes import DIVERGED
 from ...runtime.machine import device_name
+from ..diagnosis import diagnose
 from ..run import Run
 from ..session import RankSession
 from ..step.counters import Counters
-from .diagnosis import diagnose
-from .layer_gradients import layer_gradient_norms
-from .timing import PhaseTimer, memory_in_use
+from ..step.layer_gradients import layer_gradient_norms
+from ..timing import PhaseTimer, memory_in_use
 
 PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
 EXCHANGE = "exchange"  # of hidden states between stages, most of it waiting

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from ...runtime.messages import warn
-from ..step.counters import Counters
-from ..step.training_module import MicroBatch, TrainingModule
+from ..runtime.messages import warn
+from .step.counters import Counters
+from .step.training_module import MicroBatch, TrainingModule
 
 
 def diagnose(module: TrainingModule, micro_batches: list[MicroBatch]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ...parallel import gradient_norms_of_parts
-from ..step.optimizer import MixedPrecisionAdamW
+from .optimizer import MixedPrecisionAdamW
 
 _LAYER = re.compile(r"transformer\.layers\.(\d+)\.")
 
