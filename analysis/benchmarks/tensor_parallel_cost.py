@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from analysis.ranks import TIMEOUT, on_ranks
+from lmscale.cli.errors import one_line_errors
 from lmscale.config import TransformerConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
@@ -145,7 +146,8 @@ def to_metrics(found: dict[str, dict], load: float) -> dict[str, dict]:
     return metrics | {"load_average_before": {"value": load, "unit": "processes"}}
 
 
-def main() -> int:
+@one_line_errors()
+def main() -> None:
     """Measure, print the speed-ups and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
@@ -153,16 +155,14 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, help="path of the record; none by default")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
-        print("error: `--rounds` and `--steps` must be at least 1", file=sys.stderr)
-        return 2
+        raise ValueError("`--rounds` and `--steps` must be at least 1")
     load = os.getloadavg()[0]  # before our own processes start
     metrics = to_metrics(on_ranks(2, measure, options.rounds, options.steps)[0], load)
     config = {"shapes": {n: list(s) for n, s in SHAPES.items()}, "vocab_size": VOCAB, "dtype": "bf16"}
     config |= {"micro_batch_size": BATCH, "seq_length": SEQ_LENGTH} | vars(options) | {"record": None}
     layout = {"tp_size": 2, "dp_size": 1, "threads_per_rank": 1}
     report(new_record("tensor_parallel_cost", "run", config, 1, metrics, device="cpu", layout=layout), options.record)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

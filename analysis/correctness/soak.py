@@ -67,8 +67,7 @@ def main() -> int:
     parser.add_argument("--record", type=record_argument, default=None, help="default: soak.json in the folder")
     options = parser.parse_args()
     if options.kills < 1 or options.steps_per_kill < 10:
-        print("error: `--kills` must be at least 1 and `--steps-per-kill` at least 10", file=sys.stderr)
-        return 2
+        raise ValueError("`--kills` must be at least 1 and `--steps-per-kill` at least 10")
     folder = (options.folder or ROOT / "outputs" / "soak" / time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
     folder.mkdir(parents=True)
     steps = options.kills * options.steps_per_kill

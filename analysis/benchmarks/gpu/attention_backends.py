@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from analysis.benchmarks.gpu.device import median_time_s, require_device
+from lmscale.cli.errors import one_line_errors
 from lmscale.models.attention_backend import BACKENDS as FUSED
 from lmscale.results import new_record, record_argument, report
 
@@ -128,6 +129,7 @@ def measure(options: argparse.Namespace) -> dict:
     return new_record("attention_backends", "run", config, options.seed, metrics, device=name) | {"refused": refused}
 
 
+@one_line_errors()
 def main() -> None:
     """Measure, print the times and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,10 +142,7 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--record", type=record_argument, default=Path("outputs/attention_backends.json"))
     options = parser.parse_args()
-    try:
-        record = measure(options)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    record = measure(options)
     report(record, options.record)
     for key, reason in record["refused"].items():
         print(f"{key:<44} refused: {reason}")

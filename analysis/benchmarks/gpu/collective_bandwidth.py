@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from analysis.benchmarks.gpu.device import median_time_s, require_device
 from analysis.ranks import on_ranks
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, record_argument, report
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -72,6 +73,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict]:
     return metrics
 
 
+@one_line_errors()
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,10 +83,7 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--record", type=record_argument, help="where the record goes; nowhere by default")
     options = parser.parse_args()
-    try:
-        metrics = measure(options)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    metrics = measure(options)
     config = {key: value for key, value in vars(options).items() if key != "record"}
     device = torch.cuda.get_device_name() if options.accelerator == "gpu" else "cpu"
     report(new_record("collective_bandwidth", "run", config, None, metrics, device=device), options.record)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, 
 import torch
 
 from analysis.benchmarks.gpu.device import median_time_s, require_device
+from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, record_argument, report
 
 FIELDS = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
@@ -70,6 +71,7 @@ def nvidia_smi(*arguments: str) -> str | None:
     return done.stdout.strip() or None
 
 
+@one_line_errors()
 def main() -> None:
     """Measure, print the rates and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,10 +82,7 @@ def main() -> None:
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="gpu")
     parser.add_argument("--record", type=record_argument, default=Path("outputs/gpu_facts.json"))
     options = parser.parse_args()
-    try:
-        device, name = require_device(options.accelerator)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    device, name = require_device(options.accelerator)
     torch.manual_seed(options.seed)
     rates = {size: product_flops_per_s(size, device, options.repeats) for size in options.product}
     metrics = {
