@@ -149,14 +149,6 @@ def test_a_command_reads_what_the_repository_has_or_an_earlier_command_made(page
     assert unmade(page, known) == []
 
 
-def test_a_path_that_no_command_makes_is_found(tmp_path) -> None:
-    page = tmp_path / "page.md"
-    first = "python src/train.py hydra.run.dir=outputs/a\npython src/convert.py source=outputs/a target=outputs/b"
-    page.write_text(f"```bash\n{first}\npython src/generate.py ckpt=outputs/c prompt=x\n```\n", encoding="utf-8")
-    assert unmade(page, []) == ["outputs/c in python src/generate.py ckpt=outputs/c prompt=x"]
-    assert unmade(page, ["outputs/c"]) == []
-
-
 def test_other_programs_have_what_the_pages_name() -> None:
     """Targets of make, scripts and their options, extras of pip, commands of lmscale."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -6,15 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from composed import composed, composed_run
+from composed import composed
 from made_studies import make_cell, make_study
-from omegaconf import OmegaConf
 
 from analysis.norm_order import run as script
 from analysis.norm_order.cells import CELL, at_chosen_rates, choose_rates, read_cells, read_curves, read_gradient_norms
-from analysis.norm_order.figure import draw_loss_curves
 from analysis.norm_order.run import RECORDS
-from analysis.norm_order.run_folder import NATS, read_statistics, reference_losses
+from analysis.norm_order.run_folder import read_statistics, reference_losses
 from analysis.norm_order.summary import (
     FACTORIAL,
     difference,
@@ -25,7 +23,6 @@ from analysis.norm_order.summary import (
 )
 from analysis.norm_order.tables import order_table, start_table
 from analysis.report.records import read_lines
-from analysis.report.style import PAGE_WIDTH
 from lmscale.config.data import DataConfig, TokenizerConfig
 from lmscale.data.bert_dataset import IGNORE_LABEL, BERTDataset
 from lmscale.data.prepare import prepare_corpus
@@ -111,19 +108,6 @@ def test_a_run_that_recovers_counts_as_unstable() -> None:
     assert counts[["learned", "stuck", "diverged"]].to_numpy().sum() == len(records)
 
 
-def test_the_figure_has_its_panels_and_units() -> None:
-    records = make_study()
-    cells, means = read_cells(records), read_curves(records)
-    curves = draw_loss_curves(means, cells, 4)
-    assert len(curves.axes) == 4
-    assert curves.get_figwidth() == PAGE_WIDTH and NATS in curves.axes[0].get_ylabel()
-    assert curves.get_suptitle().replace("\n", " ") == (
-        "Runs that learned, initialization scaled by 1/sqrt(2 L): pre-norm 6 of 6, post-norm 6 of 6; "
-        "not scaled: pre-norm 6 of 6, post-norm 6 of 6"
-    )
-    assert list(means["step"].unique()[:2]) == [13, 38]  # the middles of the first two windows of 25 steps
-
-
 def test_the_claims_of_notebook_04_about_gradients_and_failures_hold() -> None:
     records = list(read_lines(RECORDS / "norm_order.jsonl").values())
     cells = read_cells(records)
@@ -171,21 +155,6 @@ def test_seeds_that_choose_rates_are_never_scored() -> None:
     for group, cell in script.read_groups("second"):
         seeds[group in ("losses", "mechanism", "rescaled", "slow_start", "race", "gpt")].add(cell.seed)
     assert seeds[False] == {101, 102} and not seeds[True] & (seeds[False] | {1, 2, 3})
-
-
-@pytest.mark.slow
-def test_every_kind_of_cell_is_a_run_with_fixed_attention_compilation_threads_and_precision(monkeypatch) -> None:
-    monkeypatch.setenv("LMSCALE_DATA", "/texts")
-    kinds = {(cell.family, cell.data, cell.order): cell for _, cell in script.read_groups("second")}
-    pins = OmegaConf.load(script.CELLS).second.overrides
-    for (family, data, order), cell in kinds.items():
-        run = composed_run(*(o for o in (*cell.overrides(), *pins) if not o.startswith("hydra.")))
-        assert (run.model.family, run.model.norm_order, run.precision.dtype) == (family, order, "fp32")
-        assert run.data.path == (None if data == "embedded" else "/texts/race/race_train.jsonl.gz")
-        sizes = (run.model.num_layers, run.model.hidden_size, run.model.max_position_embeddings)
-        assert sizes == (cell.layers, 64, 32) and run.schedule.warmup_steps == cell.warmup
-        pinned = (run.model.attention, run.compile, run.trainer.num_threads, run.model.scale_residual_init)
-        assert pinned == ("exact", False, 1, True) and run.trainer.max_steps == 1000
 
 
 @pytest.mark.slow
@@ -240,29 +209,6 @@ def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_pa
     assert f"{cell.name}: differs in losses_sha256; training loss" in capsys.readouterr().out
     with pytest.raises(RuntimeError, match=f"{cell.name} ended with code 2"):
         script.run_cell(cell, ["micro_batch_size=0"], tmp_path)
-
-
-@pytest.mark.slow
-def test_a_cell_on_a_file_with_an_absolute_path_has_reference_losses(tmp_path) -> None:
-    """The run's record shortens the path, so it must come from the run's configuration."""
-    text, number = tmp_path / "text.jsonl", iter(range(10**6))
-    documents = [" ".join(f"The word {next(number) % 97} follows it." for _ in range(40)) for _ in range(60)]
-    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    more = ["data=local", f"data.path={text}", "tokenizer.vocab_size=120", "trainer.num_validation_samples=16"]
-    more += ["trainer.max_steps=2", "schedule.warmup_steps=1", "micro_batch_size=4", "global_batch_size=4"]
-    record = script.run_cell(script.Cell(2, "post", "6e-3", 5, scaled=False), more, tmp_path)
-    assert 0 < record["metrics"]["context_free_loss"]["value"] < record["metrics"]["scored_entropy"]["value"]
-    norms = record["config"]["gradient_norms"]
-    assert set(norms) == {"1", "2"} and set(norms["1"]) == {"embedding", "layer_0", "layer_1", "output"}
-
-
-def test_only_cells_with_a_record_are_repeated(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(
-        "sys.argv", ["run.py", "--records", str(tmp_path), "--outputs", str(tmp_path), "--only", "12_mid"]
-    )
-    with pytest.raises(SystemExit, match="2"):
-        script.main()
-    assert capsys.readouterr().err == "error: `--only` must name cells with a record, but is 12_mid; see --list\n"
 
 
 def test_statistics_that_are_not_finite_can_be_recorded(tmp_path) -> None:

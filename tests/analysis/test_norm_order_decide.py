@@ -11,7 +11,6 @@ from made_studies import LIMITS, learns, loss, make_cells, tells
 from analysis.norm_order import decide as script
 from analysis.norm_order.cells import CANDIDATES, LOSS, early_statistics
 from analysis.norm_order.decide import RECOVERS, decide
-from analysis.norm_order.figure import draw_paired_losses
 from analysis.norm_order.hypotheses import Rule, fix_rule, holm, mechanism_cells
 from analysis.norm_order.limits import (
     exponent,
@@ -23,9 +22,7 @@ from analysis.norm_order.limits import (
     study_cells,
 )
 from analysis.norm_order.run import RECORDS, Cell
-from analysis.norm_order.tables import limits_table, table_of_tests
 from analysis.report.records import read_lines
-from lmscale.results import read_record
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +54,6 @@ def test_the_committed_summaries_match_the_committed_cells(tmp_path, monkeypatch
         once, again = (json.loads((folder / name).read_text()) for folder in (RECORDS, tmp_path))
         for key in ("metrics", "config"):
             assert again[key] == nearly(once[key])
-
-
-def test_the_title_of_the_paired_losses_has_both_depths(committed) -> None:
-    title = draw_paired_losses(committed, read_record(RECORDS / "norm_order_study.json")).get_suptitle()
-    assert title == "Post- minus pre-norm: -0.156 nats at 12 layers, lower in 5 of 8 seeds at 24 layers"
 
 
 def nearly(value: object) -> object:
@@ -215,12 +207,3 @@ def test_statistics_are_of_step_100() -> None:
 def test_the_committed_repeats_ran_on_another_cpu_type(committed) -> None:
     repeats = read_outcomes(read_lines(RECORDS / "repeated.jsonl").values()).set_index("id")
     assert (repeats["cpu"] != committed.set_index("id").loc[repeats.index, "cpu"]).all()
-
-
-def test_the_tables_have_the_records_words(outcome) -> None:
-    rows = table_of_tests(outcome).set_index("test")
-    first = outcome["config"]["tests"][0]
-    assert rows.loc["1", "effect, 95 %"] == f"{first['effect']:+.3f} [{first['low']:+.3f}, {first['high']:+.3f}]"
-    assert rows.loc["8", "effect, 95 %"] == "1.00 [0.63, 1.00]" and rows.loc["8", "p"] == "0.0039"
-    assert rows.loc["4", "decision"] == "not supported" and rows.loc["7", "unit"] == "log2 rate per log2 depth"
-    assert limits_table(outcome).loc[("post-norm", 100)].tolist() == ["0.012", "0.006", "0.003", "0.0015"]

@@ -189,19 +189,6 @@ def test_sizes_with_two_rates_have_no_shift() -> None:
     assert decide.at_best_rate(cells[(cells["hidden_size"] == 64) & ~few]).empty
 
 
-def test_the_figure_has_a_panel_per_parametrization_and_a_line_per_size() -> None:
-    best = {("standard", 4, 64): -8.0, ("standard", 4, 256): -9.0, ("mup", 4, 256): -8.1, ("completep", 16, 64): -8.0}
-    cells = curve_cells(best)
-    rates = figure.draw_rates(cells, "finding")
-    panels = [axis for axis in rates.axes if axis.get_lines()]
-    assert [axis.get_title(loc="left") for axis in panels] == [
-        *("standard, by width", "muP, by width", "CompleteP, by layers")
-    ]
-    assert [[text.get_text() for text in axis.get_legend().get_texts()] for axis in panels] == [
-        *(["64", "256"], ["64", "256"], ["4", "16"])
-    ]
-
-
 def test_shifts_stand_by_placement_and_size_with_the_range_over_their_seeds() -> None:
     best = {("mup", 4, 256): -8.1, ("completep", 16, 64): -8.2, ("standard", 4, 256): -9.0, ("standard", 4, 64): -8.0}
     cells = curve_cells(best)

@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from matplotlib.figure import Figure
 
-from analysis.demo import demo
-from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES, summarize
+from analysis.demo.demo import COMMITTED, MARGIN_NATS, TITLES
 from analysis.report import your_runs
-from analysis.report.style import house_style, label_ends, page_figure
 from analysis.report.your_runs import NEWEST, demo_runs, draw_runs, find_runs, read_run, tabulate
 from lmscale.results import new_record, write_record
 
@@ -123,52 +120,12 @@ def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tm
     assert "error: `runs` must have a pretraining run" in capsys.readouterr().err
 
 
-def change_record(folder: Path, path: str, value: object) -> None:
-    """Set a value of record.json by its path of keys; None removes it."""
-    record = json.loads((folder / "record.json").read_text())
-    entry, (*keys, last) = record, path.split(".")
-    for key in keys:
-        entry = entry[key]
-    if value is None:
-        del entry[last]
-    else:
-        entry[last] = value
-    (folder / "record.json").write_text(json.dumps(record))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "reason"),
-    [
-        ("metrics", None, "KeyError: 'metrics'"),
-        ("config.overrides", [1], "AttributeError: 'int' object has no attribute 'startswith'"),
-        ("config.data.seq_length", "32", "ValueError: Unknown format code 'd' for object of type 'str'"),
-        ("metrics.val/loss.unit", 1, "ValueError: Unknown format code 's' for object of type 'int'"),
-        ("metrics.val/loss.value", "abc", "ValueError: could not convert string to float: 'abc'"),
-    ],
-)
-def test_a_record_without_what_is_shown_is_left_out(tmp_path, path: str, value: object, reason: str) -> None:
-    for name in ("bad", "good"):
-        make_run(tmp_path / name, 4.0)
-    change_record(tmp_path / "bad", path, value)
-    runs, left_out = find_runs([tmp_path])
-    assert left_out == [f"left out: {tmp_path}/bad: its record.json is damaged ({reason})"]
-    table, curves = tabulate(runs)
-    assert labels(table) == ["good"] and draw_runs(table, curves).axes
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("train/loss,val/loss\n9,4\n", "KeyError: 'step'"),
         ("step,train/loss\n1,9\n,8\n", "ValueError: it must have the step of every row and a training loss"),
-        ("step,train/loss\n2,9\n1,8\n", "ValueError: its steps must increase"),
-        ("step,train/loss\n1,9\n4,7.5", "ValueError: its last row is cut off"),
         ("step,train/loss\n1,9\n3,7.5\n", "ValueError: it must end at step 4, the run's last, but ends at 3"),
-        ("step,train/loss\n1,9,7\n2,8,7\n", "ValueError: its rows have more fields than its header"),
-        (
-            "step,train/loss\n1,9\n2,8,7\n",
-            "ParserError: Error tokenizing data. C error: Expected 2 fields in line 3, saw 3",
-        ),
     ],
 )
 def test_a_table_of_metrics_without_what_is_drawn_is_left_out(tmp_path, text: str, reason: str) -> None:
@@ -183,13 +140,6 @@ def test_a_run_without_a_finite_validation_loss_is_last_and_drawn(tmp_path) -> N
     assert labels(table) == ["good", "bad"] and len(draw_runs(table, curves).axes[0].lines) == 4
 
 
-def test_equal_or_long_names_are_the_folders_and_stay_different(tmp_path) -> None:
-    long = "model.some_key=a_value_that_is_longer_than_a_label"
-    runs = [make_run(tmp_path / "a", 3.0, long), make_run(tmp_path / "x/b", 2.0), make_run(tmp_path / "c/b", 1.0)]
-    assert labels(tabulate([read_run(run) for run in runs])[0]) == ["c/b", "x/b", "a"]
-    assert len(find_runs([tmp_path, tmp_path / "a"])[0]) == 3  # not one twice
-
-
 def test_runs_with_the_same_overrides_have_their_folders_as_labels(tmp_path) -> None:
     for name, loss in (("first/0", 3.0), ("first/1", 2.0), ("second/0", 1.0)):
         make_run(tmp_path / name, loss, f"optimizer.lr={name[-1]}")
@@ -197,15 +147,6 @@ def test_runs_with_the_same_overrides_have_their_folders_as_labels(tmp_path) -> 
     assert labels(table) == ["second/0", "optimizer.lr=1", "first/0"]
     ticks = [axis.get_xticks() for axis in draw_runs(table, curves).axes]
     assert all(tick == int(tick) for of_axis in ticks for tick in of_axis)  # of steps
-
-
-def test_the_picture_of_the_demo_names_both_lines(tmp_path, monkeypatch) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,val/lm_loss,tokens_per_s\n1,8,,,9\n2,7,7.1,7.1,9\n")
-    saved = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: saved.append(figure))
-    measured = {name: {"unigram": 7.5, "after": 7.1} for name in ("gpt", "bert")}
-    demo.draw(dict.fromkeys(measured, tmp_path), measured, tmp_path / "curves.png")
-    assert [text.get_text() for text in saved[0].legends[0].get_texts()] == ["training", "validation"]
 
 
 def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
@@ -217,33 +158,6 @@ def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
     assert [run.folder for run in find_runs(root=tmp_path)[0]] == places[:1:-1]
 
 
-def test_a_figure_in_a_folder_that_cannot_be_made_is_refused_by_its_argument(tmp_path, monkeypatch, capsys) -> None:
-    place = make_run(tmp_path, 4.0) / "metrics.csv" / "x.png"
-    monkeypatch.setattr(sys, "argv", ["your_runs.py", str(tmp_path), "--output", str(place)])
-    with pytest.raises(SystemExit, match="2"):
-        your_runs.main()
-    reason = f"{place}: File exists"
-    assert capsys.readouterr().err == f"error: `--output` must be in a folder that can be made, but {reason}\n"
-
-
-def test_a_throughput_of_one_step_has_no_panel(tmp_path) -> None:
-    for name, family in (("short", "bert"), ("long", "gpt")):
-        make_run(tmp_path / name, 4.0, family=family)
-    (tmp_path / "short" / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n4,9,4,80.5\n")
-    table, curves = tabulate(find_runs([tmp_path])[0])
-    titles = [axis.get_title() for axis in draw_runs(table, curves).axes]
-    assert titles == ["", "", "tokens per second"]  # those of the losses are on the left
-
-
-def test_labels_at_the_ends_of_lines_do_not_overlap_and_stay_in_the_axes() -> None:
-    with house_style():
-        axis = page_figure("title", 3).subplots()
-        axis.plot([0, 1], [0, 1])
-        label_ends(axis, {str(i): (1, 0.97 + 0.01 * i, "black") for i in range(5)}, gap=0.1)
-    places = sorted(text.get_position()[1] for text in axis.texts)
-    assert places[-1] <= 1 and min(b - a for a, b in zip(places, places[1:], strict=False)) > 0.0999
-
-
 def test_the_committed_demo_has_learned_and_has_curves() -> None:
     metrics = {name: entry["value"] for name, entry in json.loads(COMMITTED.read_text())["metrics"].items()}
     for model, margin in MARGIN_NATS.items():
@@ -253,32 +167,3 @@ def test_the_committed_demo_has_learned_and_has_curves() -> None:
     assert set(labels(table)) == set(curves) and all(len(curve) >= 8 for curve in curves.values())
     for model, title in TITLES.items():  # no spike above the untrained loss
         assert curves[title.rpartition(", ")[0]]["train"].max() < metrics[f"{model}/before"]
-
-
-def test_the_demo_says_first_how_long_it_takes(monkeypatch, capsys) -> None:
-    def stop(model: str) -> Path:
-        raise InterruptedError(model)
-
-    monkeypatch.setattr(demo, "train", stop)
-    monkeypatch.setattr(sys, "argv", ["demo.py"])
-    with pytest.raises(InterruptedError):
-        demo.main()
-    readme = " ".join((your_runs.ROOT / "README.md").read_text().split())
-    assert demo.EXPECTED_TIME in capsys.readouterr().out and f"`make demo` took {demo.EXPECTED_TIME}" in readme
-
-
-def test_the_summary_says_what_each_loss_means_and_what_was_expected() -> None:
-    lines = summarize({"bert": {"before": 7.5, "unigram": 6.0, "context-free": 5.5, "after": 5.95}}).splitlines()
-    expected = json.loads(COMMITTED.read_text())["metrics"]["bert/after"]["value"]
-    assert [line for line in lines if line.startswith("after")] == [
-        f"after        5.950{expected:10.3f}  the trained model"
-    ]
-    assert lines[-2:] == [
-        "It HAS NOT LEARNED ENOUGH: 0.050 nats below the unigram (required: 0.4).",
-        "It is not below context-free, so this does not show that it uses other positions.",
-    ]
-    lines = summarize({"bert": {"before": 7.5, "unigram": 6.0, "context-free": 5.5, "after": 5.45}}).splitlines()
-    assert lines[-2:] == [
-        "It has learned: 0.550 nats below the unigram (required: 0.4).",
-        "It uses other positions: 0.050 nats below context-free.",
-    ]

@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,14 +28,6 @@ def lmscale(*arguments: str, cwd: Path, package: Path = REPOSITORY / "src") -> s
         text=True,
         timeout=120,
     )
-
-
-def test_every_entry_point_has_a_command_and_the_console_script_exists() -> None:
-    assert {script for script, _ in COMMANDS.values()} == set(ENTRY_POINTS)
-    module, _, name = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"][
-        "lmscale"
-    ].partition(":")
-    assert callable(getattr(import_module(module), name))
 
 
 def test_without_a_command_it_lists_them(tmp_path) -> None:

@@ -297,10 +297,6 @@ FP8 = ["precision=fp8", "cluster=h200"]
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (
-            ["parallel.tp_size=4", "parallel.batch_halves=true", "micro_batch_size=1", "cluster=h200"],
-            "`micro_batch_size` must be even with `parallel.batch_halves`, but is 1",
-        ),
         (["cluster.path=conf/cluster/h100.yaml", "cluster.num_devices=4"], "`cluster.path` must be alone"),
         (["cluster.path=2026"], "`cluster.path` must be a path or null, but is 2026; quotes make it text"),
         ([f"cluster.memory_gib={10**309}"], "`cluster.memory_gib` must be a finite number, but is 1000"),

@@ -27,7 +27,6 @@ from lmscale.corpus.cleaning import (
     repair_text,
     token_test,
 )
-from lmscale.corpus.language import check_language
 from lmscale.data.tokenizer import load_published_tokenizer, read_tokenizer, train_tokenizer
 
 
@@ -284,11 +283,6 @@ def test_a_language_below_the_minimum_probability_is_dropped_as_unsure() -> None
     step = keep("en", 1.0)
     assert list(step.run(documents([ENGLISH + " " + GERMAN[:40]]))) == []
     assert totals(step) == {"unsure": 1}
-
-
-def test_an_unknown_language_is_refused() -> None:
-    with pytest.raises(ValueError, match="`cleaning.language` must be a code of lid.176 .*, but is 'english'"):
-        check_language("english")
 
 
 def test_the_first_dropped_documents_per_reason_are_saved(tmp_path) -> None:

@@ -217,19 +217,6 @@ def test_a_damaged_plan_is_named(tmp_path, text: str) -> None:
         open_work_folder(work.config)
 
 
-def test_an_evaluation_set_that_was_edited_since_the_first_attempt_is_another(tmp_path) -> None:
-    (tmp_path / "a.txt").write_text("one\n\ntwo")
-    (tmp_path / "q.txt").write_text("a question of the test set\n")
-    files = {"local": source(tmp_path / "a.txt")}
-    sets = {"quiz": EvaluationSetConfig("records", str(tmp_path / "q.txt"))}
-    config = work_of(tmp_path / "out" / ".work", files, evaluation_sets=sets).config
-    open_work_folder(config)
-    open_work_folder(config)
-    (tmp_path / "q.txt").write_text("a question of the TEST set\n")
-    with pytest.raises(ValueError, match="was started with other evaluation texts"):
-        open_work_folder(config)
-
-
 def test_another_policy_continues_a_preparation_that_refused_but_refuse_continues_no_other(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
 

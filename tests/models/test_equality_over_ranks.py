@@ -104,11 +104,6 @@ def results_by_rank(request) -> tuple[list[TransformerConfig], list[tuple[list, 
     return configs, run_ranks(_run_all, LAYOUTS[layout][0], configs, *LAYOUTS[layout])
 
 
-def test_every_two_choices_meet_in_one_of_the_pairs() -> None:
-    for first, second in itertools.combinations(range(4), 2):
-        assert {(c[first], c[second]) for c in PAIRS} == {(c[first], c[second]) for c in ALL}
-
-
 def test_loss_gradients_and_norm_equal_those_of_one_process(results_by_rank) -> None:
     configs, found_by_rank = results_by_rank
     for differences, _ in found_by_rank:

@@ -64,16 +64,3 @@ def test_a_notebook_opens_with_the_papers_place_and_ends_with_where_we_differ(pa
 def test_every_figure_of_a_notebook_is_also_a_file() -> None:
     drawn = {name for path in STORIES for name in re.findall(r"draw_\w+", path.read_text(encoding="utf-8"))}
     assert drawn and drawn <= set(re.findall(r"draw_\w+", MAKE_FIGURES.read_text(encoding="utf-8")))
-
-
-def test_all_notebooks_exist() -> None:
-    assert [path.stem for path in NOTEBOOKS] == [
-        "00_tensor_parallelism",
-        "01_parameter_counts",
-        "02_scaling",
-        "03_zero_shot",
-        "04_norm_order",
-        "05_downstream",
-        "06_your_runs",
-        "07_scaling_laws",
-    ]

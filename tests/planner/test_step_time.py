@@ -232,18 +232,6 @@ def test_a_layer_sends_112_mib_twice_in_261_microseconds_and_its_ratio_is_1_73()
     assert forward_of_a_layer(cluster=each_way).ratio == pytest.approx(0.865, rel=1e-3)
 
 
-def test_a_plan_says_when_a_layout_is_communication_bound() -> None:
-    config = paper_model("gpt_8.3b")
-    bound = planned(config, Layout(tp_size=8), cluster=changed(tensor_bandwidth_gb_s=1.0)).time
-    words = f"communication-bound: messages take {1 / bound.ratio:.2f} times as long as computing, most of it "
-    assert bound.ratio < 1 and bound.describe_ratio() == words + "bytes"
-    waiting = planned(config, Layout(tp_size=8), cluster=changed(latency_us=1e6)).time
-    assert waiting.describe_ratio().endswith("most of it latency")
-    assert forward_of_a_layer().describe_ratio() == "compute-bound: perfect overlap could hide the messages"
-    alone = planned(config).time
-    assert alone.ratio is None and alone.describe_ratio() == "no messages: one rank"
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [

@@ -160,14 +160,6 @@ def test_the_variables_that_count(monkeypatch, variables: dict[str, str], expect
         assert is_first_rank() is (expected is None)
 
 
-def test_the_guide_knows_the_message_for_two_tasks_without_ntasks_per_node(monkeypatch) -> None:
-    two_tasks = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": ""}
-    monkeypatch.setattr(os, "environ", SRUN | two_tasks)
-    with pytest.raises(ValueError, match="has 2 tasks without it$"):
-        world_from_outside()
-    assert "| `has 2 tasks without it` |" in (REPOSITORY / "docs/guides/clusters.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("rank", ["0", "5"])
 @pytest.mark.parametrize(("variables", "name"), [(TORCHRUN, "RANK"), (SRUN, "SLURM_PROCID")])
 def test_the_first_rank_has_number_0(monkeypatch, variables, name, rank) -> None:

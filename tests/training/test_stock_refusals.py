@@ -48,6 +48,7 @@ REFUSED = {
     "average": ({"callbacks": [StochasticWeightAveraging(1e-2)]}, "`callbacks` must not average weights"),
     "running average": ({"callbacks": [EMAWeightAveraging()]}, "`callbacks` must not average .* EMAWeightAveraging"),
     "unfreezing": ({"callbacks": [Unfreezing()]}, "`callbacks` must not unfreeze .* Unfreezing"),
+    "a negative norm": ({"gradient_clip_val": -1.0}, "`gradient_clip_val` must be at least 0, but is -1.0"),
     "no number": ({"gradient_clip_val": math.nan}, "`gradient_clip_val` must be at least 0, but is nan"),
     "writer": ({"plugins": [AsyncCheckpointIO()]}, "`plugins` must not write checkpoints, .* but there is Async"),
     "size": ({"tp_size": 2}, "`tp_size` must divide the 1 ranks, but is 2"),

@@ -193,12 +193,6 @@ def test_a_training_step_that_computes_nothing_is_refused(tmp_path) -> None:
         trainer(tmp_path).fit(module, **data)
 
 
-def test_a_negative_clip_value_is_refused(tmp_path) -> None:
-    module, data = parts(tmp_path)
-    with pytest.raises(ValueError, match="^`gradient_clip_val` must be at least 0, but is -1.0$"):
-        trainer(tmp_path, gradient_clip_val=-1.0).fit(module, **data)
-
-
 def test_a_module_loads_from_a_checkpoint_and_computes_logits(tmp_path) -> None:
     module, data = parts(tmp_path)
     first = trainer(tmp_path, max_steps=2)
