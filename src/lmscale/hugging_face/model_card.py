@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCardData
+
 from ..checkpoint.metadata import CheckpointMetadata
 from ..config import TransformerConfig
 from ..config.family import family_of
@@ -50,8 +52,7 @@ def model_card(
         example = f"```python\n{head.example.replace('FOLDER', name)}\n```"
     tables = [_table("Sizes", sizes), _table("Training", training), _table("Validation", scores)]
     return f"""---
-library_name: transformers
-pipeline_tag: {tag}
+{ModelCardData(library_name="transformers", pipeline_tag=tag).to_yaml()}
 # license: choose one, see https://huggingface.co/docs/hub/repositories-licenses
 ---
 
