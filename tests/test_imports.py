@@ -55,7 +55,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"checkpoint", "config", "models", "parallel"},
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
-    "text": ("texts on disk: which files are read, their formats, documents", set(), FRAMEWORKS),
+    "text": ("texts on disk: which files are read, their formats, documents, tables", set(), FRAMEWORKS),
     "data": ("token files to samples", {"config", "hashing", "text", "shared_files"}, {"hydra", "omegaconf"}),
     "corpus": (
         "raw text to token files",
@@ -109,6 +109,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "hugging_face",
             "runtime",
             "shared_files",
+            "text",
             "training",
         },
         {"hydra", "omegaconf"},

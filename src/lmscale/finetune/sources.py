@@ -1,11 +1,8 @@
-"""Read rows of official files and of Hugging Face data sets, each with its location for messages."""
+"""Where a task's rows are: a path, or a split of the Hugging Face hub, whose rows are read here."""
 
-import gzip
 import hashlib
 import json
 import os
-import textwrap
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,7 @@ from ..config.finetune import FROM_HUB, FinetuneConfig, TaskConfig
 from ..data.sources import load_dataset
 from ..results import check_no_record
 from ..runtime.world import world_from_outside
-
-Rows = Iterator[tuple[str, dict[str, Any]]]
+from ..text.tables import check_columns
 
 
 def is_on_hub(place: str) -> bool:
@@ -84,105 +80,9 @@ def check_places(run: FinetuneConfig) -> None:
         raise ValueError(f"`ckpt` must be a checkpoint or a run folder, but {run.ckpt} does not exist")
 
 
-def read_text(path: Path) -> str:
-    """Read a text file without byte-order mark, decompressed if its name ends in .gz.
-
-    Raises:
-        ValueError: it cannot be read or is not UTF-8.
-    """
-    try:
-        data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path} must be UTF-8, but line {line} has the byte {data[error.start]:#04x}; iconv -f ENCODING -t UTF-8 "
-            "FILE > NEW_FILE converts another encoding, such as CP1252 or UTF-16"
-        ) from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} must be readable as UTF-8 text, but fails with {error}") from None
-
-
-def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
-    """Read a tab-separated file without quoting, as GLUE's: the header, and (location, cells) of each further line.
-
-    Raises:
-        ValueError: as `read_text`; or the file is empty, has other line ends, or two columns of one name.
-    """
-    lines = _lines(path)
-    if not lines or not lines[0]:
-        raise ValueError(f"{path} must begin with a line of column names, but {'line 1 ' * bool(lines)}is empty")
-    if "\r" in lines[0]:
-        raise ValueError(f"{path} must have lines that end in LF or CR LF, but line 1 has a lone CR")
-    header = lines[0].split("\t")
-    twice = next((name for name in header if header.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"{path} must have columns of different names, but has {twice!r} twice")
-    return header, ((f"line {n}", line.split("\t")) for n, line in enumerate(lines[1:], start=2))
-
-
-def _lines(path: Path) -> list[str]:
-    """Split a file at LF and CR LF only, because a text may contain Unicode's other line ends; only at its end are
-    blank lines no rows."""
-    text = read_text(path).rstrip("\r\n")
-    return [line.removesuffix("\r") for line in text.split("\n")] if text else []
-
-
-def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> None:
-    """Check that a table has the needed columns.
-
-    Raises:
-        ValueError: columns are missing; the message names all of them, and what is there.
-    """
-    missing = [name for name in needed if name not in header]
-    if missing:
-        raise ValueError(
-            f"{source} must have the columns {', '.join(needed)}, but lacks {', '.join(missing)}{_other_form(header)}"
-        )
-
-
-def _other_form(header: list[str]) -> str:
-    """Say which other form a table without tabs seems to have, or else which columns it has."""
-    if len(header) != 1:
-        return f"; it has {textwrap.shorten(', '.join(header), 120) or 'none'}"
-    if header[0].lstrip().startswith(("[", "{")):
-        return ": it is JSON, of which FILE.jsonl with one object per line is read"
-    return ": it is separated by commas, not by tabs" if "," in header[0] else ""
-
-
-def json_file(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: as `read_text`; or it is not JSON.
-    """
-    text = read_text(path)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} must be JSON, but fails with {error}") from None
-
-
-def jsonl_rows(path: Path) -> Rows:
-    """Yield (location, object) of each line.
-
-    Raises:
-        ValueError: as `read_text`; or a line is not a JSON object.
-    """
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            found = f"fails with {error}" if line.strip() else "is blank"
-            raise ValueError(f"{path} line {number} must be JSON, but {found}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} line {number} must be a JSON object, but is {line[:40]!r}")
-        yield f"line {number}", value
-
-
 def hub_rows(
     task: TaskConfig, place: str, needed: tuple[str, ...], label: str = "", classes: Sequence[str] = ()
-) -> Rows:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, row) of a split on the hub or in its cache; `task.hub_name` may also be a local folder.
 
     Args:
@@ -191,7 +91,8 @@ def hub_rows(
     Raises:
         ValueError: the split cannot be loaded, lacks columns, or has the classes in a different order.
     """
-    table, source = load_hub(task, place), hub_source(task, place)
+    table = load_hub(task, place)
+    source = "/".join(part for part in (task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB)) if part)
     check_columns(source, table.column_names, needed)
     names = getattr(table.features.get(label), "names", None) or []
     if names != [*classes] and sorted(names) == sorted(classes):
@@ -203,11 +104,6 @@ def hub_rows(
 def load_hub(task: TaskConfig, place: str) -> Any:
     """Load the split of a data set, as `load_dataset`."""
     return load_dataset("task.hub_name", task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB))
-
-
-def hub_source(task: TaskConfig, place: str) -> str:
-    """Return the name of a split on the hub in messages."""
-    return "/".join(part for part in (task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB)) if part)
 
 
 def fingerprint(task: TaskConfig, place: str) -> str:

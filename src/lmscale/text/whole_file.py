@@ -45,11 +45,7 @@ def read_text_file(path: str | Path, key: str) -> TextFile:
                 data = plain_bytes(stream.read())
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
-        raise ValueError(
-            f"`{key}` must be UTF-8, but {path}, line {line} has the byte {byte:#04x}; iconv -f ENCODING -t UTF-8 FILE "
-            "> NEW_FILE converts another encoding, such as CP1252"
-        ) from None
+        raise _not_utf8(f"`{key}`", f"{path}, ", error, "CP1252") from None
     except UnreadableError as error:
         raise ValueError(f"`{key}`: {path} {error}") from None
     except READ_ERRORS as error:
@@ -57,6 +53,29 @@ def read_text_file(path: str | Path, key: str) -> TextFile:
     if not text:
         raise ValueError(f"`{key}` must be a file with text, but {path} is empty")
     return TextFile(path.name, text, digest)
+
+
+def read_exact_text(path: Path) -> str:
+    """Read a UTF-8 file, plain or packed, without a byte-order mark and with its own line ends.
+
+    Raises:
+        ValueError: it cannot be read or is not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file, unpacked(file, path.name) as stream:
+            return stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(str(path), "", error, "CP1252 or UTF-16") from None
+    except READ_ERRORS as error:
+        raise ValueError(f"{path} must be readable as UTF-8 text, but fails with {error}") from None
+
+
+def _not_utf8(subject: str, place: str, error: UnicodeDecodeError, others: str) -> ValueError:
+    line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+    return ValueError(
+        f"{subject} must be UTF-8, but {place}line {line} has the byte {byte:#04x}; iconv -f ENCODING -t UTF-8 FILE > "
+        f"NEW_FILE converts another encoding, such as {others}"
+    )
 
 
 def text_of_json(line: str, field: str, rule: str, where: str) -> str:

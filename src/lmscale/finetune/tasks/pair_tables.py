@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
+from ...text.tables import check_columns, jsonl_rows, tsv_rows
 from ..examples import PairExample, RowReport, is_text
-from ..sources import check_columns, hub_rows, is_on_hub, jsonl_rows, tsv_rows
+from ..sources import hub_rows, is_on_hub
 from .benchmark import accuracy
 
 MNLI_LABELS = ("contradiction", "entailment", "neutral")  # numbered as in Megatron-LM

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
+from ...text.tables import check_columns, jsonl_rows
 from ..examples import ChoiceExample, RowReport, is_text
-from ..sources import check_columns, hub_rows, is_on_hub, jsonl_rows
+from ..sources import hub_rows, is_on_hub
 from .benchmark import accuracy
 
 LETTERS = "ABCD"

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
+from ...text.tables import json_file
 from ..examples import RowReport, SpanExample, is_text
-from ..sources import hub_rows, is_on_hub, json_file
+from ..sources import hub_rows, is_on_hub
 
 
 def read_squad(task: TaskConfig, place: str, report: RowReport) -> list[SpanExample]:
