@@ -137,8 +137,8 @@ def test_a_single_set_of_another_name_than_dev_has_the_plain_metrics_too() -> No
 
 def test_scores_of_classes_count_by_hand() -> None:
     chosen, labels = [1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]
-    assert score_qqp(chosen, labels, {}) == pytest.approx({"accuracy": 100 * 4 / 7, "f1": 100 * 2 * 2 / 7})
-    assert score_qqp([0], [0], {})["f1"] == 0.0  # no question is a duplicate
+    assert score_qqp(chosen, labels, {}) == pytest.approx({"qqp/accuracy": 100 * 4 / 7, "qqp/f1": 100 * 2 * 2 / 7})
+    assert score_qqp([0], [0], {})["qqp/f1"] == 0.0  # no question is a duplicate
     groups = ["middle", "high", "high", "middle", "middle", "high", "high"]
-    expected = {"accuracy": 100 * 4 / 7, "accuracy_middle": 100 * 2 / 3, "accuracy_high": 50.0}
+    expected = {"race/accuracy": 100 * 4 / 7, "race/accuracy_middle": 100 * 2 / 3, "race/accuracy_high": 50.0}
     assert score_race(chosen, labels, {"groups": groups}) == pytest.approx(expected)

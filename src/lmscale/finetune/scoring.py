@@ -21,7 +21,7 @@ class Predictions:
 
     Args:
         answers: class names or answer texts by id, in the order of the set.
-        metrics: percent by plain name; empty if the labels are unknown.
+        metrics: percent by name; empty if the labels are unknown.
         null_odds: SQuAD 2.0: score of "no answer" minus that of the best non-empty answer, by id.
         alarms: warnings for the user.
     """
@@ -43,8 +43,8 @@ def predict_sets(
             task's.
 
     Returns:
-        predictions by set; metrics named `<task>/<metric>` for all validation sets pooled (classes) or a set called
-        dev, and `<task>/<metric>_<set>` for others.
+        predictions by set; metrics, such as mnli/accuracy, of all validation sets pooled (classes) or a set called
+        dev, and with the set's name, such as mnli/accuracy_matched, of others.
 
     Raises:
         ValueError: SQuAD 2.0 has neither a validation set nor a threshold.
@@ -54,8 +54,7 @@ def predict_sets(
     pooled = set(metrics)
     for name, found in predictions.items():
         for metric, value in found.metrics.items():
-            plain = f"{task.name}/{metric}"
-            metrics[plain if name == "dev" and plain not in pooled else f"{plain}_{name}"] = value
+            metrics[metric if name == "dev" and metric not in pooled else f"{metric}_{name}"] = value
     return predictions, metrics
 
 
@@ -97,8 +96,7 @@ def _predict_classes(
     classes = [choice for name in names for choice in chosen[name]]
     labels = [label for name in names for label in sets[name].labels.tolist()]
     groups = [group for name in names for group in sets[name].facts.get("groups", [])]
-    found = benchmark.score(classes, labels, {"groups": groups})
-    return predictions, {f"{task.name}/{metric}": value for metric, value in found.items()}
+    return predictions, benchmark.score(classes, labels, {"groups": groups})
 
 
 def _predict_spans(
@@ -130,7 +128,10 @@ def _predict_spans(
         predictions[name] = Predictions(answers, null_odds=odds)
         if sets[name].is_labelled:
             scores = score(sets[name].facts["dataset"], answers)
-            predictions[name].metrics = {key: value for key, value in scores.items() if not key.endswith("total")}
+            # squad_v1/exact_match, squad_v1/f1, squad_v2/exact_match, squad_v2/f1, squad_v2/HasAns_exact,
+            # squad_v2/HasAns_f1, squad_v2/NoAns_exact, squad_v2/NoAns_f1: the names of the official scripts
+            percent = {f"{task.name}/{key}": value for key, value in scores.items() if not key.endswith("total")}
+            predictions[name].metrics = percent
             predictions[name].alarms = [alarm] if (alarm := all_null_alarm(scores)) else []
     return predictions, metrics
 

@@ -5,18 +5,18 @@ from ...config.finetune import TaskConfig
 from ..examples import Example, RowReport, SpanExample
 from ..pairs import encode_choices, encode_pairs
 from ..windows import encode_windows
-from .benchmark import Benchmark, HeadKind
-from .pair_tables import MNLI_LABELS, QQP_LABELS, name_mnli, read_mnli, read_qqp, read_table, score_classes, score_qqp
+from .benchmark import Benchmark, HeadKind, accuracy
+from .pair_tables import MNLI_LABELS, QQP_LABELS, name_mnli, read_mnli, read_qqp, read_table, score_mnli, score_qqp
 from .race import LETTERS, read_race, score_race
 from .squad import read_squad
 
-_SPANS = Benchmark(read_squad, encode_windows, HeadKind.SPAN, objective="f1")
+_CLASSES = HeadKind.CLASSIFICATION
 BENCHMARKS = {
-    "mnli": Benchmark(read_mnli, encode_pairs, HeadKind.CLASSIFICATION, MNLI_LABELS, score_classes, name_mnli),
-    "qqp": Benchmark(read_qqp, encode_pairs, HeadKind.CLASSIFICATION, QQP_LABELS, score_qqp, lambda _: "QQP.tsv"),
-    "squad_v1": _SPANS,
-    "squad_v2": _SPANS,
-    "race": Benchmark(read_race, encode_choices, HeadKind.CHOICE, tuple(LETTERS), score_race),
+    "mnli": Benchmark("mnli/accuracy", read_mnli, encode_pairs, _CLASSES, MNLI_LABELS, score_mnli, name_mnli),
+    "qqp": Benchmark("qqp/accuracy", read_qqp, encode_pairs, _CLASSES, QQP_LABELS, score_qqp, lambda _: "QQP.tsv"),
+    "squad_v1": Benchmark("squad_v1/f1", read_squad, encode_windows, HeadKind.SPAN),
+    "squad_v2": Benchmark("squad_v2/f1", read_squad, encode_windows, HeadKind.SPAN),
+    "race": Benchmark("race/accuracy", read_race, encode_choices, HeadKind.CHOICE, tuple(LETTERS), score_race),
 }
 
 
@@ -24,19 +24,21 @@ def benchmark_of(task: TaskConfig) -> Benchmark:
     """Return the benchmark of a task's name, or of the columns and labels of a user table."""
     if task.columns is None:
         return BENCHMARKS[task.name]
+    metric = objective_of(task.name)
     return Benchmark(
+        metric,
         read_table,
         encode_pairs,
-        HeadKind.CLASSIFICATION,
+        _CLASSES,
         tuple(task.labels),
-        score_classes,
+        lambda chosen, labels, _: {metric: accuracy(chosen, labels)},
         lambda _: f"{task.name}.tsv",
     )
 
 
 def objective_of(task_name: str) -> str:
     """Return the metric that a search and the median over seeds compare."""
-    return f"{task_name}/{BENCHMARKS[task_name].objective if task_name in BENCHMARKS else 'accuracy'}"
+    return BENCHMARKS[task_name].objective if task_name in BENCHMARKS else f"{task_name}/accuracy"
 
 
 def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowReport]:

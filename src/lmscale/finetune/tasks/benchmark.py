@@ -29,22 +29,22 @@ class Benchmark:
     """Everything that distinguishes one task from another.
 
     Args:
+        objective: metric that a search and the median over seeds compare.
         read: reads the examples of a file or split; invalid rows are recorded in the report.
         encode: encodes examples as model inputs.
         head: head on the encoder.
         classes: names of the classes or choices by number; empty for spans.
-        score: metrics in percent from predicted and true numbers and `Features.facts`; None for spans.
+        score: metrics in percent by name, from predicted and true numbers and `Features.facts`; None for spans.
         file_name: classification: name of the submission file of a set.
-        objective: metric that a search and the median over seeds compare.
     """
 
+    objective: str
     read: Callable[[TaskConfig, str, RowReport], list[Example]]
     encode: Callable[[TaskConfig, list[Example], Tokenizer], Features]
     head: HeadKind
     classes: tuple[str, ...] = ()
     score: Callable[[list[int], list[int], dict[str, Any]], dict[str, float]] | None = None
     file_name: Callable[[str], str] | None = None
-    objective: str = "accuracy"
 
     @property
     def num_outputs(self) -> int:

@@ -144,9 +144,9 @@ def name_mnli(set_name: str) -> str:
     return "MNLI-mm.tsv" if "mismatched" in set_name else "MNLI-m.tsv"
 
 
-def score_classes(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
+def score_mnli(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
     """Compute the accuracy in percent."""
-    return {"accuracy": accuracy(chosen, labels)}
+    return {"mnli/accuracy": accuracy(chosen, labels)}
 
 
 def score_qqp(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
@@ -156,4 +156,4 @@ def score_qqp(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> di
     """
     hits = sum(a == b == 1 for a, b in zip(chosen, labels, strict=True))
     counted = chosen.count(1) + labels.count(1)
-    return {"accuracy": accuracy(chosen, labels), "f1": 200.0 * hits / counted if counted else 0.0}
+    return {"qqp/accuracy": accuracy(chosen, labels), "qqp/f1": 200.0 * hits / counted if counted else 0.0}

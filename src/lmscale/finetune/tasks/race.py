@@ -11,15 +11,16 @@ from ..sources import hub_rows, is_on_hub
 from .benchmark import accuracy
 
 LETTERS = "ABCD"
-LEVELS = ("middle", "high")
+METRICS = {"middle": "race/accuracy_middle", "high": "race/accuracy_high"}
+LEVELS = tuple(METRICS)
 
 
 def score_race(chosen: list[int], labels: list[int], facts: dict[str, Any]) -> dict[str, float]:
     """Compute the accuracy in percent over all questions and per level."""
-    found = {"accuracy": accuracy(chosen, labels)}
+    found = {"race/accuracy": accuracy(chosen, labels)}
     for level in dict.fromkeys(facts["groups"]):
         mine = [i for i, group in enumerate(facts["groups"]) if group == level]
-        found[f"accuracy_{level}"] = accuracy([chosen[i] for i in mine], [labels[i] for i in mine])
+        found[METRICS[level]] = accuracy([chosen[i] for i in mine], [labels[i] for i in mine])
     return found
 
 
