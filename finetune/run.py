@@ -3,7 +3,6 @@
 import lmscale.cli.ctrl_c  # noqa: F401
 
 # isort: split
-import dataclasses
 import json
 import os
 from functools import partial
@@ -24,7 +23,7 @@ for _cache in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
 
 
 def finetune(values: dict, files: dict[str, str]) -> None:
-    """Build the config, check the job, and run `finetune` on every rank: build model, data and Trainer, then fit.
+    """Check the configuration, and run `finetune` on every rank: build model, data and Trainer, then fit.
 
     Ranks are started here, or are those of torchrun or srun. A run that has finished in its folder is left as it is, so
     that a sweep that was stopped continues with the same command.
@@ -33,20 +32,18 @@ def finetune(values: dict, files: dict[str, str]) -> None:
         files: texts by path, written into the run folder when training starts.
     """
     from lmscale.config.finetune import FinetuneConfig
-    from lmscale.finetune.sources import check_places, is_finished
+    from lmscale.finetune.preparing import is_finished, prepare_job
 
     outlast_full_disk()
     run = FinetuneConfig.from_dict(values)
     if is_finished(run):
         print(f"finished before, nothing to do; record: {run.run_dir}/record.json", flush=True)
         return
-    check_places(run)
-    # torch and Lightning take seconds to import, so the cheap checks above come first.
     join_ranks()
-    from lmscale.finetune import finetuning
+    job = prepare_job(run, files)
+    from lmscale.finetune import finetuning  # imports Lightning, which takes seconds
     from lmscale.runtime.launch import launch
 
-    job = dataclasses.replace(finetuning.prepare_job(run), files=files)
     launch(finetuning.finetune, job, job.layout.world_size)
 
 

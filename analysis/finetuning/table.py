@@ -37,7 +37,7 @@ _SMALL = {
 def table_5(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
     """Every value of Table 5 with the median of ours, then our small measurements.
 
-    A record is `reproduced` if the model's size and the scored sets are the paper's (`finetune.record_kind.record_kind`
+    A record is `reproduced` if the model's size and the scored sets are the paper's (`finetune.run_folder.record_kind`
     decides when it is written). Only such records are placed beside a printed value.
 
     Args:

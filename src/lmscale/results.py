@@ -25,6 +25,7 @@ from .config.checks import expand_home
 from .runtime.machine import cpu_model, describe_cpu, usable_cores
 from .shared_files import write_atomically
 
+RECORD = "record.json"  # in a run folder
 RECORD_VERSION = 1
 _STARTED = time.time()  # of the process, which imports this module with its first ones
 KINDS = ("run", "scaled_down", "modelled")
@@ -203,7 +204,7 @@ def check_no_record(folder: str | Path) -> None:
     Raises:
         ValueError: the run folder holds the record of another run.
     """
-    if (Path(folder) / "record.json").exists():
+    if (Path(folder) / RECORD).exists():
         raise ValueError(f"`hydra.run.dir` must be a folder without the record of another run, but {folder} has one")
 
 

@@ -12,7 +12,7 @@ from analysis.ledger.entries import PAPER as NUMBERS
 from analysis.report.records import read_lines
 from lmscale.config import TransformerConfig
 from lmscale.config.finetune import FinetuneConfig
-from lmscale.finetune.record_kind import SCORED, TRAINED, record_kind
+from lmscale.finetune.run_folder import SCORED, TRAINED, record_kind
 from lmscale.paper import BERT_SIZES
 
 SMALL = TransformerConfig("bert", 3, 24, 4, 301, 64)

@@ -13,7 +13,8 @@ from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
 from lmscale.config import TransformerConfig
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.data.tokenizer import Tokenizer
-from lmscale.finetune.finetuning import FinetuneJob, finetune, prepare_job
+from lmscale.finetune.finetuning import finetune
+from lmscale.finetune.preparing import FinetuneJob, prepare_job
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
 

@@ -11,7 +11,7 @@ from finetune_runs import make_checkpoint, make_run, read_metrics, run_here
 from omegaconf import OmegaConf
 
 from lmscale.finetune import run_folder
-from lmscale.finetune.finetuning import prepare_job
+from lmscale.finetune.preparing import prepare_job
 from lmscale.runtime.ranks import AgreedError, Ranks
 from lmscale.training.strategy import TensorParallelStrategy
 

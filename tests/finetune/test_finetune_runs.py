@@ -19,8 +19,7 @@ from finetune_runs import (
 from lmscale.checkpoint import read_metadata
 from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.config.finetune import FinetuneConfig
-from lmscale.finetune.finetuning import prepare_job
-from lmscale.finetune.sources import check_values, is_finished
+from lmscale.finetune.preparing import check_values, is_finished, prepare_job
 from lmscale.finetune.squad_score import score
 from lmscale.finetune.tasks import objective_of
 

@@ -9,8 +9,8 @@ import torch
 from finetune_runs import make_checkpoint, make_run, run_here
 
 from lmscale.finetune import finetuning
-from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.initial_checkpoint import load_tokenizer
+from lmscale.finetune.preparing import prepare_job
 from lmscale.finetune.run_folder import prepare_folder
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -102,7 +102,7 @@ def test_settings_beside_a_vocabulary_come_along_into_the_run_folder(tmp_path) -
 
 def test_a_finetuning_needs_18_bytes_per_parameter_that_are_free(tmp_path, monkeypatch, capfd) -> None:
     run = make_run("mnli", tmp_path, make_checkpoint(tmp_path / "step_3.ckpt"), precision__dtype="bf16")
-    job = dataclasses.replace(finetuning.prepare_job(run), accelerator="gpu")
+    job = dataclasses.replace(prepare_job(run), accelerator="gpu")
     model = build_model(job.start.config, ParallelContext(), seed=None)
     needed = 18 * sum(param.numel() for param in model.parameters())
 
@@ -125,13 +125,13 @@ def test_a_finetuning_with_zero1_gathers_its_save_in_the_memory_of_its_host(tmp_
     """One that saves nothing needs no copy."""
     changes = {"parallel__dp_size": 2, "parallel__zero1": True, "precision__dtype": "bf16"}
     run = make_run("mnli", tmp_path, make_checkpoint(tmp_path / "step_3.ckpt"), trainer__save=True, **changes)
-    job = finetuning.prepare_job(run)
+    job = prepare_job(run)
     work = fit.finetuning_workload(run, job.start.config, on_gpu=False)
     each = checkpoint_bytes(work, job.layout) + estimate_memory(work, job.layout).total - usable_bytes(0, on_gpu=False)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each)
-    finetuning.prepare_job(run)
+    prepare_job(run)
     monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each - 2)
     with pytest.raises(ValueError, match="`parallel.zero1` must be false where the host"):
-        finetuning.prepare_job(run)
+        prepare_job(run)
     unsaved = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, save=False))
-    finetuning.prepare_job(unsaved)
+    prepare_job(unsaved)

@@ -21,8 +21,8 @@ from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.finetune.finetuning import prepare_job
 from lmscale.finetune.outputs import read_outputs
+from lmscale.finetune.preparing import prepare_job
 from lmscale.finetune.publishing import read_head, read_published_head
 from lmscale.finetune.tasks import benchmark_of, read_examples
 from lmscale.hugging_face import conversion as hf_conversion

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from scipy.special import softmax
 
-from .outputs import SetOutputs, read_outputs
-from .scoring import predict_sets, write_predictions
+from .outputs import SetOutputs, read_outputs, write_predictions
+from .scoring import predict_sets
 
 _DECODING_KEYS = ("max_answer_length", "num_best", "null_threshold", "labels")
 

@@ -4,15 +4,13 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER
-from ..checkpoint.metadata import find_given
-from ..checkpoint.model_tensors import open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
 from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
 from .tasks import HeadKind, benchmark_of
+from .tasks.benchmark import Benchmark
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,10 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
             the checkpoint's; its head is of this task's name with other labels; or there is nothing to train and no
             head.
     """
+    from ..checkpoint import TOKENIZER_FOLDER  # imports torch, which takes seconds
+    from ..checkpoint.metadata import find_given
+    from ..checkpoint.model_tensors import open_source
+
     find_given("ckpt", run.ckpt, "a checkpoint or a run folder")
     path, metadata, config = open_source(run.ckpt, needs_heads=False)
     task = run.task
@@ -61,8 +63,8 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
         )
     fresh = set(metadata.run.get("initialized", ()))
     has_pooler = "model/pooler.weight" in metadata.tensors and "pooler.weight" not in fresh
-    needs_pooler = benchmark_of(task).head is not HeadKind.SPAN
-    if needs_pooler and not (has_pooler or run.new_pooler or run.from_scratch):
+    benchmark = benchmark_of(task)
+    if benchmark.head is not HeadKind.SPAN and not (has_pooler or run.new_pooler or run.from_scratch):
         raise ValueError(
             f"`ckpt` must have a trained pooler for task {task.name}, but {path.name} has none; new_pooler=true draws "
             "one from the seed"
@@ -75,7 +77,7 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     before = finetuned.get("task")
     has_head = before == task.name and not run.from_scratch
     if "kind" in finetuned:  # imported, with classes but without a task's name
-        has_head, before, order = _compare_head(run, **finetuned)
+        has_head, before, order = _compare_head(benchmark, run.from_scratch, **finetuned)
     elif has_head:
         labels = metadata.run.get("task", {}).get("labels")
         if labels != task.labels:
@@ -88,21 +90,22 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
             f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "
             + (f"finetuned on {before}" if before else "not finetuned")
         )
-    tokenizer = _find_tokenizer(run, path, config)
+    tokenizer = _find_tokenizer(run, path, path.parent / TOKENIZER_FOLDER, config)
     dropout = {name: getattr(run, name) for name in ("hidden_dropout", "attention_dropout")}
     changes = {name: value for name, value in dropout.items() if value is not None}
     config = dataclasses.replace(config, **changes, attention=run.attention, recompute=run.recompute)
     return InitialCheckpoint(str(path), config, tokenizer.inner.to_str(), has_head, order), tokenizer
 
 
-def _compare_head(run: FinetuneConfig, kind: str, classes: list[str]) -> tuple[bool, str, list[int] | None]:
+def _compare_head(
+    benchmark: Benchmark, from_scratch: bool, kind: str, classes: list[str]
+) -> tuple[bool, str, list[int] | None]:
     """Whether an imported head is one of the task, what it is, and its row of each of the task's classes."""
-    benchmark = benchmark_of(run.task)
     if benchmark.head is not HeadKind.CLASSIFICATION or kind != benchmark.head:
-        return kind == benchmark.head and not run.from_scratch, kind, None
+        return kind == benchmark.head and not from_scratch, kind, None
     theirs, ours = (", ".join(names) for names in (classes, benchmark.classes))
     text = f"the classes {theirs}, not {ours} (`id2label` of its config.json names them for a new import)"
-    if sorted(classes) != sorted(benchmark.classes) or run.from_scratch:
+    if sorted(classes) != sorted(benchmark.classes) or from_scratch:
         return False, text, None
     return True, text, [classes.index(name) for name in benchmark.classes]
 
@@ -116,8 +119,8 @@ def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
     return load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
 
 
-def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, config: TransformerConfig) -> Tokenizer:
-    beside, path = checkpoint.parent / TOKENIZER_FOLDER, run.tokenizer.path
+def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, beside: Path, config: TransformerConfig) -> Tokenizer:
+    path = run.tokenizer.path
     saved = load_tokenizer(beside, config.family) if beside.is_dir() else None
     if path is None and saved is None:
         raise ValueError(f"`tokenizer.path` must be given if the checkpoint has none in {beside}")

@@ -1,6 +1,7 @@
 """Output files of a run per scored set: predictions in the benchmark's format, and inputs of an ensemble."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import numpy as np
 from ..config.finetune import TaskConfig
 from ..config.from_dict import build, to_plain
 from .features import Features, load_features, save_features
-from .scoring import Predictions, write_predictions
+from .scoring import Predictions
+from .tasks import benchmark_of
 
 LOGITS, TASK, FEATURES = "logits.npy", "task.json", "features"
 
@@ -39,6 +41,27 @@ def write_outputs(
         (place / TASK).write_text(json.dumps(to_plain(task), indent=1), encoding="utf-8")
         (place / FEATURES).mkdir(exist_ok=True)
         save_features(features, place / FEATURES)
+
+
+def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> None:
+    """Write a set's predictions in the benchmark's submission format.
+
+    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `AX.tsv`, `QQP.tsv` with index and prediction, and likewise for a user table.
+    SQuAD: `predictions.json` of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format:
+    `predictions.json` of id and letter.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    benchmark = benchmark_of(task)
+    if benchmark.file_name is not None:
+        rows = ["index\tprediction", *(f"{key}\t{value}" for key, value in predictions.answers.items())]
+        (folder / benchmark.file_name(set_name)).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    else:
+        answers = json.dumps(predictions.answers, indent=1, ensure_ascii=False)
+        (folder / "predictions.json").write_text(answers, encoding="utf-8")
+    if predictions.null_odds is not None:
+        # JSON has no infinity, which means that there is no other answer.
+        odds = {key: value if math.isfinite(value) else 1e9 for key, value in predictions.null_odds.items()}
+        (folder / "null_odds.json").write_text(json.dumps(odds, indent=1), encoding="utf-8")
 
 
 def read_outputs(folder: Path) -> SetOutputs:

@@ -7,10 +7,9 @@ from typing import Any
 
 from ..config.finetune import TASKS
 from ..config.from_dict import flatten
-from ..results import read_record
+from ..results import RECORD, read_record
 from .tasks import objective_of
 
-RECORD = "record.json"
 # Keys that may differ between runs of one setting (seed and layout), or that follow from the seed or the path.
 _NOT_A_SETTING = {
     *("seed", "parallel", "micro_batch_size", "run_dir", "overrides", "cache_dir", "sets", "objective", "digest"),

@@ -1,9 +1,6 @@
-"""Convert logits to predictions, metrics and files in the benchmarks' formats."""
+"""Convert logits to predictions and metrics."""
 
-import json
-import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,24 +131,3 @@ def _predict_spans(
             predictions[name].metrics = percent
             predictions[name].alarms = [alarm] if (alarm := all_null_alarm(scores)) else []
     return predictions, metrics
-
-
-def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> None:
-    """Write a set's predictions in the benchmark's submission format.
-
-    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `AX.tsv`, `QQP.tsv` with index and prediction, and likewise for a user table.
-    SQuAD: `predictions.json` of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format:
-    `predictions.json` of id and letter.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    benchmark = benchmark_of(task)
-    if benchmark.file_name is not None:
-        rows = ["index\tprediction", *(f"{key}\t{value}" for key, value in predictions.answers.items())]
-        (folder / benchmark.file_name(set_name)).write_text("\n".join(rows) + "\n", encoding="utf-8")
-    else:
-        answers = json.dumps(predictions.answers, indent=1, ensure_ascii=False)
-        (folder / "predictions.json").write_text(answers, encoding="utf-8")
-    if predictions.null_odds is not None:
-        # JSON has no infinity, which means that there is no other answer.
-        odds = {key: value if math.isfinite(value) else 1e9 for key, value in predictions.null_odds.items()}
-        (folder / "null_odds.json").write_text(json.dumps(odds, indent=1), encoding="utf-8")
