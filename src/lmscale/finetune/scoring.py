@@ -112,7 +112,7 @@ def _predict_spans(
             name = chosen_on[0]
             texts = {key: found.text for key, found in candidates[name].items()}
             odds = {key: found.null_odds for key, found in candidates[name].items()}
-            threshold = best_null_threshold(sets[name].facts["dataset"], texts, odds).value
+            threshold = best_null_threshold(sets[name].facts["dataset"], texts, odds)
         metrics["squad_v2/null_threshold"] = threshold
     predictions = {}
     for name, found in candidates.items():

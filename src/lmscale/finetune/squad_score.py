@@ -5,19 +5,10 @@ import re
 import string
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-@dataclass(frozen=True)
-class NullThreshold:
-    """A question is answered if its null score is at most `value`; `score` is the resulting F1 in percent."""
-
-    value: float
-    score: float
 
 
 def normalize_answer(text: str) -> str:
@@ -94,8 +85,8 @@ def all_null_alarm(scores: Mapping[str, float]) -> str | None:
 
 def best_null_threshold(
     dataset: Mapping[str, Any], predictions: Mapping[str, str], null_scores: Mapping[str, float]
-) -> NullThreshold:
-    """Choose the threshold of the null score above which the prediction is "no answer", for the best F1.
+) -> float:
+    """Choose the null score up to which a question is answered, for the best F1.
 
     Args:
         predictions: the best non-null answer of each question, empty only if there is none.
@@ -109,16 +100,16 @@ def best_null_threshold(
     questions = _questions(dataset)
     # Starting from "no answer" for all questions, answer them one by one in ascending order of null score.
     current = float(sum(not answers for answers in questions.values()))
-    best = NullThreshold(-math.inf, 100.0 * current / len(questions))
+    threshold, best = -math.inf, 100.0 * current / len(questions)
     ordered = sorted(questions, key=lambda name: null_scores[name])
     for place, name in enumerate(ordered):
         answers, said = questions[name], _score_one(predictions[name], questions[name], True)[1]
         current += said if answers else (0.0 if predictions[name] else 1.0) - 1.0
         is_last_of_equals = place + 1 == len(ordered) or null_scores[ordered[place + 1]] > null_scores[name]
         value = 100.0 * current / len(questions)
-        if is_last_of_equals and value > best.score + 1e-12:
-            best = NullThreshold(null_scores[name], value)
-    return best
+        if is_last_of_equals and value > best + 1e-12:
+            threshold, best = null_scores[name], value
+    return threshold
 
 
 def _questions(dataset: Mapping[str, Any]) -> dict[str, list[str]]:
