@@ -236,7 +236,7 @@ def test_a_file_of_squad_with_another_outermost_level_is_refused(tmp_path, conte
 
 
 def test_a_table_that_is_not_utf_8_is_refused_with_its_line_and_a_remedy(tmp_path) -> None:
-    (tmp_path / "t.tsv").write_bytes(f"{MNLI}\n1\tcaf\xe9\tb\tneutral\n".encode("latin-1"))
+    (tmp_path / "t.tsv").write_bytes(b"\xef\xbb\xbf" + f"{MNLI}\n1\tcaf\xe9\tb\tneutral\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"t\.tsv must be UTF-8, but line 2 has the byte 0xe9; iconv .* converts"):
         read_examples(make_task("mnli"), str(tmp_path / "t.tsv"))
 
