@@ -10,6 +10,8 @@ from ..runtime.messages import print_error
 from ..runtime.ranks import AgreedError
 from ..training.device_memory import check_free_memory
 from ..training.loggers import MetricsFile
+from ..training.run import CHECKPOINTS
+from ..training.run_folder import METRICS
 from ..training.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .callbacks import Scoring, StepReport, for_json
@@ -46,7 +48,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
         check_free_memory(job.state_bytes, strategy)
     strategy.ranks.agree(partial(prepare_folder, job, folder), first_rank_only=True)
     if run.trainer.save:
-        strategy.ranks.check_shared(folder / "checkpoints")
+        strategy.ranks.check_shared(folder / CHECKPOINTS)
     model = FinetuneModule(run, job.start, trainer.max_steps, session.watchdog.mark)
     report = StepReport(job, features, steps_per_epoch, session)
     scoring = Scoring(job, steps_per_epoch, session)
@@ -58,7 +60,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     if features is not None:
         sizes = run.global_batch_size, run.micro_batch_size, run.trainer.num_epochs
         training = TrainingSteps(features, *sizes, run.seed, run.trainer.pool_batches, *place)
-        metrics = MetricsFile(folder / "metrics.csv", validation=())  # scores are in scores.jsonl
+        metrics = MetricsFile(folder / METRICS, validation=())  # scores are in scores.jsonl
         metrics.resume_at(0)
         trainer.loggers = [metrics]
         trainer.fit(model, training, batches)
@@ -76,7 +78,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
         session.watchdog.mark("saving")
         # The task, so that its head can be used again, and the scores with the threshold of SQuAD 2.0.
         state = {"finetune": {"task": run.task.name, "metrics": for_json(scoring.metrics)}}
-        strategy.begin_save(folder / "checkpoints" / checkpoint_name(model.completed_steps), run.to_dict(), state)
+        strategy.begin_save(folder / CHECKPOINTS / checkpoint_name(model.completed_steps), run.to_dict(), state)
         problem = strategy.finish_save()
     strategy.ranks.agree(partial(write_results, job, session, report, scoring), first_rank_only=True)
     if problem is not None:  # which must not discard the scores

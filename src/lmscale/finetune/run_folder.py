@@ -15,7 +15,7 @@ from ..runtime.run_lock import run_folder_errors
 from ..training.announcement import describe_channel
 from ..training.diagnosis import count_updates
 from ..training.loggers import training_losses
-from ..training.run_folder import warn_of_no_progress, write_first_files
+from ..training.run_folder import METRICS, warn_of_no_progress, write_first_files
 from ..training.session import RankSession
 from .callbacks import Scoring, StepReport
 from .features import Features
@@ -106,7 +106,7 @@ def write_results(job: FinetuneJob, session: RankSession, report: StepReport, sc
         steps=[0, step],
         started=time.time() - report.wall_s,
     )
-    losses = training_losses(folder / "metrics.csv")
+    losses = training_losses(folder / METRICS)
     late = losses[len(losses) // 2 :]  # of few examples each
     above = len(losses) > 1 and sum(late) / len(late) > losses[0]
     write_record(found | {"ended_above_start": above}, folder / RECORD)

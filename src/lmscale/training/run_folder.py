@@ -10,7 +10,7 @@ from pathlib import Path
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished, set_aside
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
-from ..results import new_record, write_record
+from ..results import RECORD, new_record, write_record
 from ..runtime.accelerator import gpu_settings
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.machine import device_name
@@ -26,7 +26,7 @@ from .loggers import MetricsFile, training_losses
 from .run import Run
 from .session import RankSession
 
-METRICS, RECORD = "metrics.csv", "record.json"
+METRICS = "metrics.csv"
 
 
 def begin_run_folder(run: Run, session: RankSession, metrics: MetricsFile, num_scored: int) -> bool:
