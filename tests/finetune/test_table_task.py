@@ -1,9 +1,11 @@
 """User tasks: tables of texts and classes described in the configuration."""
 
+import gzip
 import json
 import re
 
 import pytest
+import zstandard
 
 from lmscale.config.finetune import TaskConfig
 from lmscale.finetune.examples import PairExample
@@ -156,6 +158,15 @@ def test_a_column_that_a_table_has_twice_raises(tmp_path) -> None:
     path.write_text("n\ttext\ttext\tclass\n1\ta\tb\tbad\n")
     with pytest.raises(ValueError, match="rows.tsv must have columns of different names, but has 'text' twice"):
         read_examples(own_task(), str(path))
+
+
+@pytest.mark.parametrize(
+    "name, text", [("t.tsv", "n\ttext\tclass\n1\ta\tbad\n"), ("t.jsonl", '{"n": 1, "text": "a", "class": 0}')]
+)
+@pytest.mark.parametrize("suffix, pack", [(".gz", gzip.compress), (".zst", zstandard.compress)])
+def test_a_table_may_be_packed(tmp_path, name: str, text: str, suffix: str, pack) -> None:
+    (tmp_path / (name + suffix)).write_bytes(pack(text.encode()))
+    assert read_examples(own_task(), str(tmp_path / (name + suffix)))[0] == [PairExample("1", "a", None, 0)]
 
 
 def test_only_line_feeds_end_a_row(tmp_path) -> None:

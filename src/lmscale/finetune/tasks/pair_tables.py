@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config.finetune import TaskConfig
+from ...text.input_files import packing_of
 from ...text.tables import check_columns, jsonl_rows, tsv_rows
 from ..examples import PairExample, RowReport, is_text
 from ..sources import hub_rows, is_on_hub
@@ -70,8 +71,8 @@ def read_qqp(task: TaskConfig, place: str, report: RowReport) -> list[PairExampl
 
 
 def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExample]:
-    """Read rows of a tab-separated file with header and without quoting, of JSON lines (`.jsonl`, `.jsonl.gz`), or of a
-    hub split.
+    """Read rows of a tab-separated file with header and without quoting, of JSON lines (`.jsonl`), or of a hub split;
+    either file may be packed as .gz or .zst.
 
     A label is a name of `task.labels`, or its index as on the hub, where -1 means unknown. If a name is a number other
     than its index, labels are given by name only. Rows have no label if the column is missing or a JSON value is null.
@@ -121,7 +122,7 @@ def _rows(table: PairTable, task: TaskConfig, place: str, report: RowReport) -> 
     needed = tuple(name for name in (table.id, *table.texts) if name is not None)
     if is_on_hub(place):
         yield from hub_rows(task, place, needed, table.label, table.on_hub)
-    elif place.endswith((".jsonl", ".jsonl.gz")):
+    elif place.removesuffix(packing_of(place)).endswith(".jsonl"):
         for where, row in jsonl_rows(Path(place)):
             check_columns(f"{place} {where}", [*row], needed)
             yield where, row
