@@ -17,16 +17,14 @@ def convert(values: dict) -> None:
         written = write(config)
     except OSError as error:  # the disk is full, a folder is not writable
         raise ValueError(f"the conversion was not finished and nothing was kept: {error}") from error
-    from lmscale.checkpoint import read_metadata
-    from lmscale.checkpoint.model_tensors import config_of
+    from lmscale.checkpoint import Checkpoint
     from lmscale.hugging_face.config import read_hf_config
 
     print(f"wrote {written}")
     if config.format == "hugging_face":
         print(f"load: {load_published(written, read_hf_config(written / 'config.json')['architectures'][0])}")
-    elif "finetune" not in (metadata := read_metadata(written)).state:
-        model = config_of(written, metadata)
-        drawn = metadata.run.get("initialized", ())
+    elif "finetune" not in (checkpoint := Checkpoint.open(written)).metadata.state:
+        model, drawn = checkpoint.model_config(), checkpoint.metadata.run.get("initialized", ())
         print(f"use: {use_model(written, model.family, model.max_position_embeddings, drawn=drawn)}")
 
 
@@ -41,8 +39,7 @@ def write(config: ConvertConfig) -> Path:
     """
     import torch  # takes seconds: only after the cheap checks
 
-    from lmscale.checkpoint import METADATA
-    from lmscale.checkpoint.metadata import find_given
+    from lmscale.checkpoint import METADATA, find_given
     from lmscale.checkpoint.reshard import reshard
     from lmscale.finetune.publishing import read_head, read_published_head
     from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face

@@ -27,16 +27,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from lmscale.checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointMetadata,
-    CheckpointReader,
     CheckpointVersionError,
     TensorEntry,
-    find_damage,
     list_checkpoints,
     metadata,
 )
-from lmscale.checkpoint.model_tensors import model_shapes, open_source
+from lmscale.checkpoint.model_tensors import model_shapes
 from lmscale.checkpoint.offline import write_offline
 from lmscale.config import TransformerConfig
 from lmscale.config.data import DataConfig, TokenizerConfig
@@ -138,13 +137,14 @@ def write_checkpoint(folder: Path) -> None:
 def read_checkpoint(folder: Path) -> None:
     """All that resuming, evaluation and conversion read."""
     (path,) = list_checkpoints(folder)
-    with CheckpointReader(path) as reader:
-        for key, entry in reader.metadata.tensors.items():
+    checkpoint = Checkpoint.open(path)
+    with checkpoint.reader() as reader:
+        for key, entry in checkpoint.metadata.tensors.items():
             reader.read(key)
             if entry.shape and entry.shard_dim in (None, 0):
                 reader.read(key, 0, entry.shape[0])
-        find_damage(path, reader.metadata)
-    open_source(path)
+    checkpoint.check_intact()
+    checkpoint.model_config()
 
 
 def write_indexed(folder: Path) -> None:

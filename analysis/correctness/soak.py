@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import torch
 
 from analysis.running import ROOT, Subprocess
-from lmscale.checkpoint import CheckpointReader, checkpoint_step, find_damage, list_checkpoints, read_metadata
+from lmscale.checkpoint import Checkpoint, checkpoint_step, list_checkpoints
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, path_argument, record_argument, report
 
@@ -167,7 +167,7 @@ class Soak:
         self.lost += [f"step_{step}.ckpt is missing" for step in gone]
         for path in found:
             try:
-                damage = find_damage(path, read_metadata(path))
+                damage = Checkpoint.open(path).damage()
             except ValueError as error:
                 damage = str(error)
             if damage and path.exists():  # a restarted job may have removed an old one meanwhile
@@ -208,10 +208,11 @@ def compare(soaked: Path, untouched: Path) -> dict[str, int]:
     rows, others = (_read_rows(path) for path in (soaked, untouched))
     differing = sum(row != other for row, other in zip(rows, others, strict=False)) + abs(len(rows) - len(others))
     path, other_path = (list_checkpoints(folder / "checkpoints")[-1] for folder in (soaked, untouched))
-    with CheckpointReader(path) as one, CheckpointReader(other_path) as other:
-        keys = one.metadata.tensors.keys() | other.metadata.tensors.keys()
-        tensors = sum(not torch.equal(one.read(key), other.read(key)) for key in keys)
-        digests = one.metadata.state["data_digest"] != other.metadata.state["data_digest"]
+    one, other = Checkpoint.open(path), Checkpoint.open(other_path)
+    digests = one.metadata.state["data_digest"] != other.metadata.state["data_digest"]
+    keys = one.metadata.tensors.keys() | other.metadata.tensors.keys()
+    with one.reader() as a, other.reader() as b:
+        tensors = sum(not torch.equal(a.read(key), b.read(key)) for key in keys)
     return {"rows": differing, "tensors": tensors, "data-order digest": int(digests)}
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sharding import random_model, small_config
 from torch import Tensor, nn
 
-from lmscale.checkpoint import METADATA, CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
+from lmscale.checkpoint import METADATA, Checkpoint, CheckpointMetadata, TensorEntry, write_offline
 from lmscale.checkpoint import metadata as metadata_module
 from lmscale.config import TransformerConfig
 from lmscale.hugging_face.config import config_to_hf
@@ -73,8 +73,8 @@ def save_random(folder: Path, config: TransformerConfig, tp_size: int = 2, step:
 
 
 def read_all(path: Path) -> dict[str, Tensor]:
-    with CheckpointReader(path) as reader:
-        return {key: reader.read(key) for key in reader.metadata.tensors}
+    with Checkpoint.open(path).reader() as reader:
+        return {key: reader.read(key) for key in reader.checkpoint.metadata.tensors}
 
 
 def change_metadata(path: Path, change: Callable[[dict], object]) -> None:
@@ -92,7 +92,7 @@ def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def without_layout(path: Path) -> dict:
     """The metadata of a checkpoint without the locations of its tensors."""
-    values = vars(CheckpointReader(path).metadata)
+    values = vars(Checkpoint.open(path).metadata)
     return {key: value for key, value in values.items() if key not in ("layout", "tensors", "files")}
 
 
@@ -115,8 +115,8 @@ def with_multiple(config: TransformerConfig, vocab_multiple: int) -> Transformer
 def load_ours(path: Path, context: ParallelContext | None = None) -> nn.Module:
     """The model of a checkpoint, this rank's shard of it."""
     context = context or ParallelContext()
-    with CheckpointReader(path) as reader:
-        model = build_model(TransformerConfig.from_dict(reader.metadata.model), context, seed=None).eval()
+    with Checkpoint.open(path).reader() as reader:
+        model = build_model(TransformerConfig.from_dict(reader.checkpoint.metadata.model), context, seed=None).eval()
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
     return model

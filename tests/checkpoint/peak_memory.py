@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lmscale.checkpoint import CheckpointMetadata, CheckpointReader, TensorEntry, write_offline
+from lmscale.checkpoint import Checkpoint, CheckpointMetadata, TensorEntry, write_offline
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
@@ -40,7 +40,7 @@ def save(folder: Path, config: TransformerConfig) -> Path:
 def load_shard(path: Path, config: TransformerConfig) -> None:
     """Read what rank 0 of 2 holds."""
     model = build_model(config, ParallelContext(0, 2), seed=None)
-    with CheckpointReader(path) as reader:
+    with Checkpoint.open(path).reader() as reader:
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data)
 

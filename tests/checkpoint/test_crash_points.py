@@ -21,22 +21,20 @@ from checkpoints import GPT, family_config, save_random
 from file_operations import CRASHED, FileOperations, count_operations, lose_unsynced, unsynced
 
 from lmscale.checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointMetadata,
-    CheckpointReader,
     CheckpointWriter,
     TensorEntry,
     checkpoint_step,
     divide_tensors,
-    find_damage,
+    latest_checkpoint,
     list_checkpoints,
-    read_metadata,
     remove_unfinished,
     write,
 )
 from lmscale.checkpoint import reshard as reshard_module
 from lmscale.checkpoint.atomic_folder import atomic_folder
-from lmscale.checkpoint.metadata import latest_checkpoint
 from lmscale.hugging_face import conversion as hf_conversion
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
@@ -98,9 +96,10 @@ def save(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, background:
 
 def read_content(path: Path) -> dict[str, list]:
     """Everything in a checkpoint that passes all checks."""
-    metadata = read_metadata(path)
-    assert find_damage(path, metadata) is None
-    with CheckpointReader(path) as reader:
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.damage() is None
+    metadata = checkpoint.metadata
+    with checkpoint.reader() as reader:
         return {key: reader.read(key).tolist() for key in metadata.tensors} | {"state": [metadata.state]}
 
 
@@ -133,9 +132,6 @@ def save_scenario(num_ranks: int, background: bool, step: int = 3, seed: int = 0
     )
 
 
-STRATEGY = SimpleNamespace(is_global_zero=True, global_rank=0, world_size=1, ranks=Ranks())
-
-
 def prepare_resume(folder: Path) -> None:
     """Steps 1 and 2 are complete, 3 is damaged, and leftovers of a crash wait for removal."""
     checkpoints = folder / "checkpoints"
@@ -154,7 +150,8 @@ def resume(folder: Path, rank: int) -> None:
     corpus = folder.parent / "corpus"
     corpus.mkdir(exist_ok=True)
     (corpus / "tokenizer.json").write_text(TOKENIZER)
-    assert agree_on_checkpoint(RUN, folder, None, STRATEGY) == str(folder / "checkpoints" / "step_2.ckpt")
+    request = SimpleNamespace(**vars(RUN), run_dir=str(folder))
+    assert agree_on_checkpoint(request, folder, Ranks()).path == folder / "checkpoints" / "step_2.ckpt"
     decided = {"start": SimpleNamespace(step=2), "describe": dict, "corpus": SimpleNamespace(folder=corpus)}
     run = SimpleNamespace(files={".hydra/config.yaml": "a: 1\n"}, **decided)
     prepare_folder(run, folder, MetricsFile(folder / "metrics.csv", ()))
@@ -167,7 +164,7 @@ def check_resumed(folder: Path) -> None:
     assert all(read_content(found[f"step_{step}.ckpt"]) == expected_content(step) for step in (1, 2))
     if "step_3.ckpt" in found:
         with pytest.raises(CheckpointError):
-            read_metadata(found["step_3.ckpt"])
+            Checkpoint.open(found["step_3.ckpt"])
     assert (checkpoints / "tokenizer" / "tokenizer.json").read_text() == TOKENIZER
     assert (folder / "metrics.csv").read_text().startswith(ROWS)
 

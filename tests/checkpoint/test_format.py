@@ -13,16 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from lmscale.checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointMetadata,
-    CheckpointReader,
     CheckpointWriter,
     TensorEntry,
-    check_files,
     divide_tensors,
-    find_damage,
     list_checkpoints,
-    read_metadata,
     tensor_file,
     write_offline,
 )
@@ -134,8 +131,8 @@ def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> N
     save_at(tmp_path, tp_size, dp_size, in_background=dp_size == 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step_5.ckpt"]
     (path,) = list_checkpoints(tmp_path)
-    assert find_damage(path, read_metadata(path)) is None
-    with CheckpointReader(path) as reader:
+    assert Checkpoint.open(path).damage() is None
+    with Checkpoint.open(path).reader() as reader:
         for key, (tensor, dim) in logical_tensors().items():
             assert torch.equal(reader.read(key), tensor)
             for size in (2, 4):
@@ -148,7 +145,7 @@ def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> N
             wide = torch.empty_like(part_of(tensor, dim, 1, 2), dtype=torch.float64)
             reader.read_into(key, wide, 1)
             assert torch.equal(wide, part_of(tensor, dim, 1, 2).double())
-    with CheckpointReader(path, {key.partition("/")[2]: 4 for key in logical_tensors()}) as reader:
+    with Checkpoint.open(path).reader({key.partition("/")[2]: 4 for key in logical_tensors()}) as reader:
         for key, (tensor, dim) in logical_tensors().items():
             if dim is not None:  # the last rank has what is left of the tensor, and padding
                 padded = torch.cat([tensor, torch.zeros_like(tensor.narrow(dim, 0, 4))], dim)
@@ -160,7 +157,7 @@ def test_any_layout_reads_what_any_layout_saves(tmp_path, tp_size, dp_size) -> N
 def test_reading_is_on_the_cpu_whatever_the_default_device(saved) -> None:
     """Lightning reads weights with the GPU as default device."""
     expected = logical_tensors()
-    with torch.device("meta"), CheckpointReader(saved) as reader:
+    with torch.device("meta"), Checkpoint.open(saved).reader() as reader:
         for key, (tensor, dim) in expected.items():
             assert torch.equal(reader.read(key), tensor)
             if tensor.ndim and dim in (None, 0):
@@ -182,8 +179,8 @@ def test_ranks_write_equal_shares_and_every_tensor_once() -> None:
 def test_one_process_writes_the_same_checkpoint_tensor_by_tensor(tmp_path) -> None:
     tensors = logical_tensors()
     path = write_offline(tmp_path, metadata_of(tensors), 2, ((key, t) for key, (t, _) in tensors.items()))
-    assert find_damage(path, read_metadata(path)) is None
-    with CheckpointReader(path) as reader:
+    assert Checkpoint.open(path).damage() is None
+    with Checkpoint.open(path).reader() as reader:
         assert all(torch.equal(reader.read(key), tensor) for key, (tensor, _) in tensors.items())
     with pytest.raises(FileExistsError):
         write_offline(tmp_path, metadata_of(tensors), 2, [])
@@ -207,12 +204,12 @@ def test_every_single_byte_is_covered(saved) -> None:
         for place in range(0, len(whole), max(1, len(whole) // 61)):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
             try:
-                damage = find_damage(saved, read_metadata(saved))
+                damage = Checkpoint.open(saved).damage()
             except CheckpointError as error:
                 damage = str(error)
             assert damage is not None and file.name in damage, place
         file.write_bytes(whole)
-    assert find_damage(saved, read_metadata(saved)) is None
+    assert Checkpoint.open(saved).damage() is None
 
 
 def test_a_flipped_byte_names_its_tensor(saved) -> None:
@@ -220,25 +217,22 @@ def test_a_flipped_byte_names_its_tensor(saved) -> None:
     whole = bytearray(file.read_bytes())
     whole[-3] ^= 1
     file.write_bytes(whole)
-    assert (
-        find_damage(saved, read_metadata(saved))
-        == "rank_1_of_2.safetensors: tensor model/rows does not match its checksum"
-    )
-    assert find_damage(saved, read_metadata(saved), share=0, num_shares=2) is None
-    assert find_damage(saved, read_metadata(saved), share=1, num_shares=2) is not None
+    assert Checkpoint.open(saved).damage() == "rank_1_of_2.safetensors: tensor model/rows does not match its checksum"
+    assert Checkpoint.open(saved).damage(share=0, num_shares=2) is None
+    assert Checkpoint.open(saved).damage(share=1, num_shares=2) is not None
 
 
 def test_a_folder_of_another_kind_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint: it has no metadata.json"):
-        read_metadata(tmp_path)
+        Checkpoint.open(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     command = f"import it: python src/convert.py source={tmp_path} target=NEW_FOLDER"
     with pytest.raises(CheckpointError, match=re.escape(f"{tmp_path} is a Hugging Face model; {command}")):
-        read_metadata(tmp_path)
+        Checkpoint.open(tmp_path)
     (tmp_path / "config.json").write_text("{}")  # of 2019, without a model type
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=re.escape(command)):
-        read_metadata(tmp_path)
+        Checkpoint.open(tmp_path)
 
 
 def test_pickles_are_never_opened(tmp_path) -> None:
@@ -251,21 +245,21 @@ def test_pickles_are_never_opened(tmp_path) -> None:
     (dcp / ".metadata").write_bytes(payload)
     (dcp / "__0_0.distcp").write_bytes(payload)
     with pytest.raises(CheckpointError, match="torch.distributed.checkpoint directory, whose pickles could run code"):
-        read_metadata(dcp)
+        Checkpoint.open(dcp)
     lone = tmp_path / "last.ckpt"
     lone.write_bytes(payload)
     with pytest.raises(CheckpointError, match="pickled files are never read"):
-        read_metadata(lone)
+        Checkpoint.open(lone)
     (dcp / "metadata.json").write_bytes(payload)
     with pytest.raises(CheckpointError, match="cannot be parsed"):
-        read_metadata(dcp)
+        Checkpoint.open(dcp)
     save_at(tmp_path, 1, 1)
     ours = tmp_path / "step_5.ckpt"
     (ours / ".metadata").write_bytes(payload)
     (ours / "rank_0_of_1.safetensors").write_bytes(payload)
     with pytest.raises(CheckpointError, match="rank_0_of_1.safetensors must have"):
-        check_files(ours, read_metadata(ours))
-    assert "must have" in find_damage(ours, read_metadata(ours))
+        Checkpoint.open(ours).check_files()
+    assert "must have" in Checkpoint.open(ours).damage()
     with pytest.raises(CheckpointError, match="not a safetensors file, or cut off: a header of"):
         TensorFileReader(ours / "rank_0_of_1.safetensors")
     assert not trap.exists()
@@ -297,7 +291,7 @@ def test_pickles_are_never_opened(tmp_path) -> None:
 def test_malicious_metadata_raises(saved, change) -> None:
     change_metadata(saved, change)
     with pytest.raises(CheckpointError) as caught:
-        read_metadata(saved)
+        Checkpoint.open(saved)
     assert "\n" not in str(caught.value) and "step_5.ckpt" in str(caught.value)
 
 
@@ -336,7 +330,7 @@ def test_metadata_nested_to_the_limit_of_recursion_raises(saved) -> None:
     for depth in range(950, 1000):
         (saved / "metadata.json").write_text('{"format_version": 2, "x": ' + "[" * depth + "]" * depth + "}")
         with pytest.raises(CheckpointError):
-            read_metadata(saved)
+            Checkpoint.open(saved)
 
 
 def test_a_rank_that_cannot_write_is_named_and_nothing_is_left(tmp_path, monkeypatch) -> None:

@@ -25,9 +25,8 @@ from checkpoints import (
     without_layout,
 )
 
-from lmscale.checkpoint import CheckpointError, CheckpointReader, TensorEntry, find_damage, read_metadata, write_offline
-from lmscale.checkpoint.metadata import latest_checkpoint
-from lmscale.checkpoint.model_tensors import config_of, model_shapes
+from lmscale.checkpoint import Checkpoint, CheckpointError, TensorEntry, latest_checkpoint, write_offline
+from lmscale.checkpoint.model_tensors import model_shapes
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.hugging_face.conversion import export_hugging_face
@@ -46,9 +45,9 @@ def test_resharding_between_any_layouts_is_bitwise(tmp_path, name: str) -> None:
         written = reshard(source, tmp_path / f"{old}_to_{new}", new)
         assert written == tmp_path / f"{old}_to_{new}" / source.name
         assert equal_tensors(read_all(written), tensors)
-        assert find_damage(written, read_metadata(written)) is None
+        assert Checkpoint.open(written).damage() is None
         assert without_layout(written) == without_layout(source)
-        assert read_metadata(written).layout == {"tp_size": new, "dp_size": 1}
+        assert Checkpoint.open(written).metadata.layout == {"tp_size": new, "dp_size": 1}
         assert len(list(written.glob("*.safetensors"))) == new
         shutil.rmtree(tmp_path / f"from_{old}")
 
@@ -60,18 +59,19 @@ def test_another_padding_changes_only_zero_rows_and_is_invertible(tmp_path, name
     source, tensors = save_random(tmp_path / "source", config)
     written = reshard(source, tmp_path / "wide", 4, 1024)
     assert equal_tensors(read_all(written), padded(tensors, config, wide))
-    assert read_metadata(written).model == wide.to_dict()
+    assert Checkpoint.open(written).metadata.model == wide.to_dict()
     back = reshard(written, tmp_path / "back", 2, config.vocab_multiple)
     assert equal_tensors(read_all(back), tensors)
     assert without_layout(back) == without_layout(source)
     natural = reshard(written, tmp_path / "natural", 1, 1)
-    assert read_metadata(natural).tensors["exp_avg_sq/transformer.word_embedding.weight"].shape[0] == config.vocab_size
+    moments = Checkpoint.open(natural).metadata.tensors["exp_avg_sq/transformer.word_embedding.weight"]
+    assert moments.shape[0] == config.vocab_size
 
 
 def test_another_padding_keeps_half_moments(tmp_path) -> None:
     config = family_config(GPT)
     source, tensors = save_random(tmp_path / "source", config)
-    metadata, name = read_metadata(source), "exp_avg/transformer.word_embedding.weight"
+    metadata, name = Checkpoint.open(source).metadata, "exp_avg/transformer.word_embedding.weight"
     tensors[name] = tensors[name].bfloat16()
     entries = metadata.tensors | {name: replace(metadata.tensors[name], dtype=torch.bfloat16)}
     half = write_offline(tmp_path / "half", replace(metadata, tensors=entries, files={}), 2, sorted(tensors.items()))
@@ -171,16 +171,17 @@ def test_metadata_of_another_model_is_refused_though_its_checksum_is_right(tmp_p
 def test_a_checkpoint_before_the_first_update_has_no_moments(tmp_path) -> None:
     """As of an fp16 run whose steps were all skipped so far."""
     source, _ = save_random(tmp_path / "source", family_config(GPT))
-    metadata = read_metadata(source)
+    metadata = Checkpoint.open(source).metadata
     weights = {key: entry for key, entry in metadata.tensors.items() if key.startswith("model/")}
-    config_of(source, replace(metadata, tensors=weights, optimizer={"num_updates": 0, "num_skipped": 3}))
+    without = replace(metadata, tensors=weights, optimizer={"num_updates": 0, "num_skipped": 3})
+    Checkpoint(source, without).model_config()
 
 
 def test_a_reader_compares_metadata_and_file_itself_when_nothing_has_been_verified(tmp_path) -> None:
     source, _ = save_random(tmp_path / "source", family_config(GPT))
     key = "model/transformer.position_embedding"
     change_metadata(source, lambda values: values["tensors"][key].update(dtype="F16"))
-    with CheckpointReader(source) as reader, pytest.raises(CheckpointError, match=f"disagree about {key}$"):
+    with Checkpoint.open(source).reader() as reader, pytest.raises(CheckpointError, match=f"disagree about {key}$"):
         reader.read(key)
 
 
@@ -199,7 +200,7 @@ def test_a_reader_compares_metadata_and_file_itself_when_nothing_has_been_verifi
 def test_the_head_of_a_finetuned_checkpoint_has_the_width_of_its_model(tmp_path, change, message) -> None:
     config = family_config(BERT)
     _, tensors = save_random(tmp_path / "source", config)
-    metadata = read_metadata(latest_checkpoint(tmp_path / "source"))
+    metadata = Checkpoint.open(latest_checkpoint(tmp_path / "source")).metadata
     shapes = {"head.weight": (3, 24), "head.bias": (3,)}
     change(shapes)
     heads = {f"{kind}/{name}": torch.randn(shapes[name]) for kind in KINDS for name in shapes}

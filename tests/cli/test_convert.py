@@ -9,7 +9,7 @@ import warm
 from entry_points import REPOSITORY, environment, refuse
 from transformers import BertConfig, BertForMaskedLM, BertModel, GPT2Config, GPT2LMHeadModel
 
-from lmscale.checkpoint import CheckpointReader, read_metadata
+from lmscale.checkpoint import Checkpoint
 from lmscale.config.convert import ConvertConfig
 
 SIZES = {"vocab_size": 99, "n_positions": 13, "n_embd": 24, "n_layer": 2, "n_head": 4}
@@ -57,9 +57,10 @@ def test_import_reshard_and_export_take_one_command_each(published, tmp_path) ->
     theirs = GPT2LMHeadModel.from_pretrained(published).state_dict()
     ours = GPT2LMHeadModel.from_pretrained(tmp_path / "back").state_dict()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
-    first, again = (CheckpointReader(tmp_path / name / "step_0.ckpt") for name in ("resharded", "imported_again"))
+    first, again = (Checkpoint.open(tmp_path / name / "step_0.ckpt") for name in ("resharded", "imported_again"))
     assert first.metadata.model == again.metadata.model and first.metadata.layout["tp_size"] == 4
-    assert all(torch.equal(first.read(key), again.read(key)) for key in first.metadata.tensors)
+    with first.reader() as one, again.reader() as other:
+        assert all(torch.equal(one.read(key), other.read(key)) for key in first.metadata.tensors)
 
 
 def test_a_bert_without_heads_needs_the_key_that_initializes_them(tmp_path) -> None:
@@ -71,14 +72,15 @@ def test_a_bert_without_heads_needs_the_key_that_initializes_them(tmp_path) -> N
     assert done.stderr.endswith("initialize_missing_heads=true begins them anew, untrained\n")
     done = convert("source=plain", "target=ours", "initialize_missing_heads=true", cwd=tmp_path)
     assert done.returncode == 0 and "new_pooler" not in done.stdout
-    assert "order_head.weight" in read_metadata(tmp_path / "ours" / "step_0.ckpt").run["initialized"]
+    assert "order_head.weight" in Checkpoint.open(tmp_path / "ours" / "step_0.ckpt").metadata.run["initialized"]
     assert not convert(
         "source=plain", "target=other", "initialize_missing_heads=true", "seed=7", cwd=tmp_path
     ).returncode
     BertForMaskedLM(BertConfig(vocab_size=50, **sizes)).save_pretrained(tmp_path / "masked")
     done = convert("source=masked", "target=third", "initialize_missing_heads=true", cwd=tmp_path)
     assert " new_pooler=true " in done.stdout.rpartition("use: ")[2]
-    drawn = (CheckpointReader(tmp_path / n / "step_0.ckpt").read("model/order_head.weight") for n in ("ours", "other"))
+    both = (Checkpoint.open(tmp_path / name / "step_0.ckpt") for name in ("ours", "other"))
+    drawn = (each.reader().read("model/order_head.weight") for each in both)
     assert not torch.equal(*drawn)
 
 

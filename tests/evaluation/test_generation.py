@@ -9,7 +9,7 @@ from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from torch import Tensor
 
-from lmscale.checkpoint import CheckpointReader
+from lmscale.checkpoint import Checkpoint
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
 from lmscale.evaluation import generate_job
@@ -163,8 +163,8 @@ def _load(path, context: ParallelContext) -> GPT:
     """The checkpoint's model in fp64."""
     from lmscale.models import build_model
 
-    with CheckpointReader(path) as reader:
-        config = TransformerConfig.from_dict(reader.metadata.model)
+    with Checkpoint.open(path).reader() as reader:
+        config = TransformerConfig.from_dict(reader.checkpoint.metadata.model)
         model = build_model(config, context, seed=None, dtype=torch.float64).eval()
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)

@@ -16,8 +16,7 @@ from finetune_runs import (
     run_here,
 )
 
-from lmscale.checkpoint import read_metadata
-from lmscale.checkpoint.metadata import latest_checkpoint
+from lmscale.checkpoint import Checkpoint, latest_checkpoint
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.finetune.preparing import check_values, is_finished, prepare_job
 from lmscale.finetune.squad_score import score
@@ -79,7 +78,7 @@ def test_a_checkpoint_has_its_scores_where_only_the_end_is_scored(tmp_path, ckpt
     saved = {"trainer__save": True, "trainer__num_epochs": 2, "trainer__score_every_epoch": False}
     run = make_run("squad_v2", tmp_path, ckpt, precision__dtype="fp32", **saved)
     assert run_here(run) == 0
-    found = read_metadata(latest_checkpoint(run.run_dir)).state["finetune"]["metrics"]
+    found = Checkpoint.open(latest_checkpoint(run.run_dir)).metadata.state["finetune"]["metrics"]
     assert "squad_v2/null_threshold" in found
     assert found.keys() == read_metrics(run).keys() - OF_EVERY_RUN
     assert found["squad_v2/f1"] == read_metrics(run)["squad_v2/f1"]

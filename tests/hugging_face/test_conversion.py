@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from sharding import random_batch
 from torch import Tensor
 
-from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint import Checkpoint, CheckpointError
 from lmscale.checkpoint.reshard import reshard
 from lmscale.config import TransformerConfig
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer, write_tokenizer
@@ -91,9 +91,10 @@ def test_ours_to_theirs_and_back_is_bit_exact_at_any_layout_and_padding(tmp_path
         back = import_hugging_face(published, tmp_path / f"back_{tp_size}", tp_size, multiple)
         wide = with_multiple(config, multiple)
         assert equal_tensors(weights_of(back), padded(weights, config, wide))
-        with CheckpointReader(back) as reader:
-            assert TransformerConfig.from_dict(reader.metadata.model) == wide  # dropouts, epsilon and GELU too
-            assert reader.metadata.step == 0 and reader.metadata.optimizer == {}
+        with Checkpoint.open(back).reader() as reader:
+            metadata = reader.checkpoint.metadata
+            assert TransformerConfig.from_dict(metadata.model) == wide  # dropouts, epsilon and GELU too
+            assert metadata.step == 0 and metadata.optimizer == {}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -182,8 +183,8 @@ def test_the_tensors_tell_the_model_type_of_a_configuration_of_2019(tmp_path, na
     expected = import_hugging_face(tmp_path / "theirs", tmp_path / "expected")
     edit_config(tmp_path / "theirs", model_type=None)
     path = import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
-    with CheckpointReader(path) as ours, CheckpointReader(expected) as known:
-        assert ours.metadata.model == known.metadata.model
+    with Checkpoint.open(path).reader() as ours, Checkpoint.open(expected).reader() as known:
+        assert ours.checkpoint.metadata.model == known.checkpoint.metadata.model
     values = json.loads((tmp_path / "theirs" / "config.json").read_text())
     del values["vocab_size"]
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
@@ -201,9 +202,9 @@ def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path)
     whole = weights_of(import_hugging_face(tmp_path / "whole", tmp_path / "trained"))
     path = import_hugging_face(tmp_path / "plain", tmp_path / "ours", 2, initialize_missing_heads=True, seed=3)
     plain = weights_of(path)
-    with CheckpointReader(path) as reader:
-        anew = {f"model/{name}" for name in reader.metadata.run["initialized"]}
-        config = TransformerConfig.from_dict(reader.metadata.model)
+    with Checkpoint.open(path).reader() as reader:
+        anew = {f"model/{name}" for name in reader.checkpoint.metadata.run["initialized"]}
+        config = TransformerConfig.from_dict(reader.checkpoint.metadata.model)
     assert {name.split("/")[1].split(".")[0] for name in anew} == {"lm_head", "order_head"}
     assert equal_tensors(
         {k: v for k, v in plain.items() if k not in anew}, {k: v for k, v in whole.items() if k not in anew}

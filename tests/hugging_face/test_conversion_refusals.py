@@ -22,7 +22,7 @@ from checkpoints import (
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint import Checkpoint, CheckpointError
 from lmscale.config import TransformerConfig
 from lmscale.hugging_face import config as hf_config
 from lmscale.hugging_face import conversion as hf_conversion
@@ -77,8 +77,8 @@ def test_all_unknown_keys_are_listed_at_once(tmp_path) -> None:
 def test_keys_that_change_no_output_change_no_import(tmp_path, name: str) -> None:
     """What transformers 2 to 4, distilgpt2 and the converters of Megatron-LM wrote beside the sizes."""
     save_theirs(tmp_path / "theirs", name)
-    with CheckpointReader(import_hugging_face(tmp_path / "theirs", tmp_path / "plain")) as reader:
-        plain = reader.metadata
+    with Checkpoint.open(import_hugging_face(tmp_path / "theirs", tmp_path / "plain")).reader() as reader:
+        plain = reader.checkpoint.metadata
     generation = {"do_sample": True, "max_length": 50, "min_length": 0, "num_beams": 2, "num_return_sequences": 1}
     generation |= {"early_stopping": False, "length_penalty": 2.0, "repetition_penalty": 1.3, "eos_token_ids": 0}
     generation |= {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "typical_p": 1.0, "output_scores": False}
@@ -88,8 +88,8 @@ def test_keys_that_change_no_output_change_no_import(tmp_path, name: str) -> Non
     names = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_size_or_config_json_file": 99, "unk_token_id": 1}
     names |= {"cls_token_id": 2, "mask_token_id": 3}
     edit_config(tmp_path / "theirs", **generation, **heads, **running, **names)
-    with CheckpointReader(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")) as reader:
-        assert (reader.metadata.model, reader.metadata.tensors) == (plain.model, plain.tensors)
+    with Checkpoint.open(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")).reader() as reader:
+        assert (reader.checkpoint.metadata.model, reader.checkpoint.metadata.tensors) == (plain.model, plain.tensors)
 
 
 def test_the_names_of_gelu_are_all_that_transformers_has_for_its_two_forms() -> None:
@@ -108,8 +108,8 @@ def test_the_names_of_gelu_are_all_that_transformers_has_for_its_two_forms() -> 
 def test_each_spelling_of_gelu_is_the_form_it_means(tmp_path, spelling, form) -> None:
     save_theirs(tmp_path / "theirs", GPT)
     edit_config(tmp_path / "theirs", activation_function=spelling)
-    with CheckpointReader(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")) as reader:
-        assert TransformerConfig.from_dict(reader.metadata.model).gelu_form == form
+    with Checkpoint.open(import_hugging_face(tmp_path / "theirs", tmp_path / "ours")).reader() as reader:
+        assert TransformerConfig.from_dict(reader.checkpoint.metadata.model).gelu_form == form
 
 
 def test_models_that_transformers_does_not_have_are_refused(tmp_path) -> None:

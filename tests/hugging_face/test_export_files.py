@@ -10,8 +10,7 @@ from checkpoints import BERT, family_config
 from tokenizers import AddedToken, normalizers
 from transformers import AutoTokenizer
 
-from lmscale.checkpoint import CheckpointError
-from lmscale.checkpoint.metadata import CheckpointMetadata
+from lmscale.checkpoint import Checkpoint, CheckpointError, CheckpointMetadata
 from lmscale.checkpoint.tokenizer_files import TokenizerFiles, find_tokenizer
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
@@ -199,15 +198,15 @@ def test_the_card_has_sizes_data_steps_losses_and_how_to_load() -> None:
 
 def test_the_losses_of_the_last_step_are_those_of_its_own_validation_or_of_the_record(tmp_path) -> None:
     path, none = tmp_path / "checkpoints" / "step_2000.ckpt", metadata(state={})
-    assert losses_of(path, metadata()) == {"val/loss": 3.21987}
-    assert losses_of(path, none) == {}
+    assert losses_of(Checkpoint(path, metadata())) == {"val/loss": 3.21987}
+    assert losses_of(Checkpoint(path, none)) == {}
     values = {"val/loss": 3.5, "val/perplexity": 33.1, "val/num_sequences": 64, "train/loss": 3.4}
     record = {"metrics": {name: {"value": value} for name, value in values.items()}, "steps": [0, 2000]}
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert losses_of(path, none) == {"val/loss": 3.5, "val/perplexity": 33.1}
-    assert losses_of(path, dataclasses.replace(none, step=1000)) == {}
+    assert losses_of(Checkpoint(path, none)) == {"val/loss": 3.5, "val/perplexity": 33.1}
+    assert losses_of(Checkpoint(path, dataclasses.replace(none, step=1000))) == {}
     (tmp_path / "record.json").write_text("[]")
-    assert losses_of(path, none) == {}
+    assert losses_of(Checkpoint(path, none)) == {}
 
 
 def test_an_imported_model_s_card_says_where_it_is_from() -> None:

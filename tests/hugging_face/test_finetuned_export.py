@@ -14,8 +14,7 @@ import transformers
 from checkpoints import GPT, change_metadata, edit_config, edit_tensors, family_config
 from finetune_runs import make_checkpoint, make_run, read_logits, run_finetunings, run_here
 
-from lmscale.checkpoint import CheckpointError, read_metadata
-from lmscale.checkpoint.metadata import latest_checkpoint
+from lmscale.checkpoint import Checkpoint, CheckpointError, latest_checkpoint
 from lmscale.checkpoint.tokenizer_files import TokenizerFiles
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
@@ -197,7 +196,7 @@ def test_a_model_of_transformers_is_scored_whatever_the_order_of_its_classes(ckp
 
 def save_classifier(folder: Path, ckpt: Path, order: str, **settings) -> tuple:
     """A random classifier with the sizes and the tokenizer of a checkpoint, saved by transformers."""
-    config = TransformerConfig.from_dict(read_metadata(latest_checkpoint(ckpt)).model)
+    config = TransformerConfig.from_dict(Checkpoint.open(latest_checkpoint(ckpt)).metadata.model)
     torch.manual_seed(3)
     published = config_to_hf(config, "float32", {"pad_token_id": 0}, **settings)
     model = getattr(transformers, f"{PREFIX[order]}ForSequenceClassification")(published).eval()

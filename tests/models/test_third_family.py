@@ -10,7 +10,7 @@ import warm
 from entry_points import REPOSITORY, TINY, environment
 from runs import read_rows
 
-from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
 from lmscale.models import build_model
@@ -56,7 +56,7 @@ def test_each_of_its_loss_terms_has_a_column(runs: Path, name: str) -> None:
 
 
 def test_its_checkpoint_names_the_family(runs: Path) -> None:
-    metadata = read_metadata(list_checkpoints(runs / "parts" / "checkpoints")[-1])
+    metadata = Checkpoint.open(list_checkpoints(runs / "parts" / "checkpoints")[-1]).metadata
     config = TransformerConfig.from_dict(metadata.model)
     assert config.family == NAME and metadata.layout["pp_size"] == 2
     assert "model/transformer.token_type_embedding" not in metadata.tensors

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lmscale.checkpoint import CheckpointMetadata, check_model
+from lmscale.checkpoint import Checkpoint, CheckpointMetadata
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -108,4 +109,4 @@ def test_a_checkpoint_does_not_depend_on_the_draw() -> None:
     before = {key: value for key, value in config.to_dict().items() if key != "initializer"}  # of an older version
     for model in (config.to_dict(), before):
         metadata = CheckpointMetadata(1, {}, model, tensors={}, files={}, optimizer={}, run={}, state={})
-        check_model(metadata, dataclasses.replace(config, initializer="generator"), "step_1.ckpt")
+        Checkpoint(Path("step_1.ckpt"), metadata).check_model(dataclasses.replace(config, initializer="generator"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from ranks import run_in_turn, run_ranks
 
-from lmscale.checkpoint import CheckpointReader, list_checkpoints
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config.pretrain import RunConfig
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
@@ -131,8 +131,8 @@ def read_record(run_dir: str | Path) -> dict:
 
 def read_tensors(run_dir: str | Path) -> dict[str, torch.Tensor]:
     """Full logical tensors of the newest checkpoint: weights and moments."""
-    with CheckpointReader(list_checkpoints(Path(run_dir) / "checkpoints")[-1]) as reader:
-        return {key: reader.read(key) for key in reader.metadata.tensors}
+    with Checkpoint.open(list_checkpoints(Path(run_dir) / "checkpoints")[-1]).reader() as reader:
+        return {key: reader.read(key) for key in reader.checkpoint.metadata.tensors}
 
 
 def assert_equal_runs(one: Path, other: Path, bound: float = 1e-12, moments: float = 10.0) -> None:

@@ -8,7 +8,10 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +20,7 @@ import torch
 from ranks import torchrun_rank
 from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run, train_here
 
-from lmscale.checkpoint import CheckpointError, CheckpointMetadata, check_model, list_checkpoints, read_metadata
+from lmscale.checkpoint import METADATA, Checkpoint, CheckpointError, CheckpointMetadata, list_checkpoints
 from lmscale.config import TransformerConfig
 from lmscale.data.data_digest import digest_text
 from lmscale.data.sampler import EpochShuffle
@@ -92,7 +95,7 @@ def test_a_run_resumes_at_any_other_layout(tmp_path, capfd, dtype) -> None:
         capfd.readouterr()
         run_jobs([run], math.prod(value for key, value in sizes.items() if key.endswith("_size")))
         if layout == layouts[2]:
-            pieces = read_metadata(list_checkpoints(tmp_path / "moved" / "checkpoints")[-1])
+            pieces = Checkpoint.open(list_checkpoints(tmp_path / "moved" / "checkpoints")[-1]).metadata
             assert {len(entry.pieces) for entry in pieces.tensors.values()} == {1, 2}  # pieces of tensor ranks only
             assert len(pieces.files) == 4  # every rank wrote a file
     line = "layout: changed from the checkpoint's 1 data x 3 tensor to 1 data x 1 tensor\n"
@@ -103,6 +106,37 @@ def test_a_run_resumes_at_any_other_layout(tmp_path, capfd, dtype) -> None:
     tensors, others = read_tensors(tmp_path / "whole"), read_tensors(tmp_path / "moved")
     for key, tensor in tensors.items():
         torch.testing.assert_close(others[key], tensor, rtol=0, atol=bound)
+
+
+def note_parses(log: Path, patch: Callable = setattr) -> None:
+    """Let this process write a line to `log` whenever it reads the metadata of a checkpoint."""
+    original = Path.read_text
+
+    def read_text(path: Path, *args, **options) -> str:
+        if path.name == METADATA:
+            with open(log, "a") as file:
+                print(path.parent.name, file=file)
+        return original(path, *args, **options)
+
+    patch(Path, "read_text", read_text)
+
+
+def note_parses_of_rank(rank: int, folder: Path) -> None:
+    note_parses(folder / f"rank_{rank}")
+
+
+def test_a_resume_parses_its_metadata_once_before_its_ranks_start_and_once_on_each(tmp_path, monkeypatch) -> None:
+    """Thousands of tensors of a large model are in it, and every rank asks the file system for them."""
+    note_parses(tmp_path / "command", monkeypatch.setattr)
+    settings = {"parallel__tp_size": 2, "resume": "auto"}
+    run_jobs([tiny_run("gpt", tmp_path / "run", trainer__stop_after_steps=1, **settings)], 2)
+    assert not (tmp_path / "command").exists()
+    note = partial(note_parses_of_rank, folder=tmp_path)
+    run_jobs([tiny_run("gpt", tmp_path / "run", trainer__stop_after_steps=2, **settings)], 2, fault=note)
+    for process in ("command", "rank_0", "rank_1"):
+        assert (tmp_path / process).read_text() == "step_1.ckpt\n", process
+    train(tiny_run("gpt", tmp_path / "run", resume="auto"))  # the command's process is the rank
+    assert (tmp_path / "command").read_text() == "step_1.ckpt\nstep_2.ckpt\nstep_2.ckpt\n"
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +157,14 @@ def test_auto_resumes_from_the_newest_complete_checkpoint(finished, tmp_path) ->
     shutil.copytree(run_dir / "checkpoints" / "step_6.ckpt", run_dir / "checkpoints" / ".step_8.ckpt.unfinished")
     shutil.copytree(run_dir / "checkpoints" / "step_6.ckpt", run_dir / "checkpoints" / "step_10.ckpt")
     (run_dir / "checkpoints" / "step_10.ckpt" / "metadata.json").unlink()
-    assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_6.ckpt")
+    assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).path.name == "step_6.ckpt"
     assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume="auto")) is None
     with pytest.raises(
         CheckpointError, match="^`resume` must be none, .*step_10.ckpt is not a checkpoint: it has no m"
     ):
         find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(run_dir)))
     older = run_dir / "checkpoints" / "step_4.ckpt"
-    assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).endswith("step_4.ckpt")
+    assert find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=str(older))).path.name == "step_4.ckpt"
 
 
 def test_a_checkpoint_without_all_its_files_is_not_resumed_from(finished, tmp_path) -> None:
@@ -141,7 +175,7 @@ def test_a_checkpoint_without_all_its_files_is_not_resumed_from(finished, tmp_pa
     for resume in (str(newest), {"path": str(run_dir), "weights_only": True}):
         with pytest.raises(CheckpointError, match="step_6.ckpt: rank_0_of_1.safetensors must have .* but is missing"):
             find_checkpoint(tiny_run("gpt", tmp_path / "new", resume=resume))
-    assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).endswith("step_4.ckpt")
+    assert find_checkpoint(tiny_run("gpt", run_dir, resume="auto")).path.name == "step_4.ckpt"
 
 
 @pytest.mark.parametrize("dp_rank", [0, 1])
@@ -155,7 +189,7 @@ def test_a_new_run_is_refused_in_a_folder_with_checkpoints(finished, tmp_path) -
     with pytest.raises(ValueError, match="`resume` must be auto or a path where the run folder has checkpoints"):
         resolve(tiny_run("gpt", finished))
     oldest, *_, newest = list_checkpoints(finished / "checkpoints")
-    assert find_checkpoint(tiny_run("gpt", finished, resume=str(newest))) == str(newest)
+    assert find_checkpoint(tiny_run("gpt", finished, resume=str(newest))).path == newest
     elsewhere = tmp_path / "run" / "checkpoints"  # of another run, whose files would be replaced
     shutil.copytree(oldest, elsewhere / oldest.name)
     weights = {"path": str(finished), "weights_only": True}
@@ -176,14 +210,15 @@ def test_a_checkpoint_of_another_model_is_refused_with_every_difference(finished
 
 
 def test_a_checkpoint_of_a_version_with_fewer_keys_is_of_the_model_with_their_defaults(finished) -> None:
-    metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
+    metadata = Checkpoint.open(finished / "checkpoints" / "step_6.ckpt").metadata
     defaults = {each.name: each.default for each in dataclasses.fields(TransformerConfig)}
     old = {key: value for key, value in metadata.model.items() if value != defaults.get(key, dataclasses.MISSING)}
     assert {"parametrization", "base_num_layers", "norm_order"} & set(old) == set()
-    check_model(dataclasses.replace(metadata, model=old), TransformerConfig.from_dict(metadata.model), "step_6.ckpt")
+    checkpoint = Checkpoint(Path("step_6.ckpt"), dataclasses.replace(metadata, model=old))
+    checkpoint.check_model(TransformerConfig.from_dict(metadata.model))
     with pytest.raises(CheckpointError, match="parametrization is 'mup' here and 'standard' there"):
         mup = TransformerConfig.from_dict(metadata.model | {"parametrization": "mup"})
-        check_model(dataclasses.replace(metadata, model=old), mup, "step_6.ckpt")
+        checkpoint.check_model(mup)
 
 
 def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> None:
@@ -198,22 +233,24 @@ def test_a_base_size_of_null_is_that_of_the_model() -> None:
     null = TransformerConfig("gpt", 2, 64, 4, 500, 32, parametrization="completep")
     metadata = CheckpointMetadata(1, {}, null.to_dict(), tensors={}, files={}, optimizer={}, run={}, state={})
     given = dataclasses.replace(null, base_hidden_size=64, base_num_layers=2, base_head_size=16)
-    check_model(metadata, given, "step_1.ckpt")
+    checkpoint = Checkpoint(Path("step_1.ckpt"), metadata)
+    checkpoint.check_model(given)
     for key, there in (("base_hidden_size", 64), ("base_num_layers", 2), ("base_head_size", 16)):
         with pytest.raises(CheckpointError, match=f"of another model: {key} is 7 here and {there} there$"):
-            check_model(metadata, dataclasses.replace(given, **{key: 7}), "step_1.ckpt")
+            checkpoint.check_model(dataclasses.replace(given, **{key: 7}))
     mup = dataclasses.replace(null, parametrization="mup")  # without a rule for the depth
     with pytest.raises(CheckpointError, match="of another model: num_layers is 3 here and 2 there$"):
         saved = dataclasses.replace(metadata, model=mup.to_dict())
-        check_model(saved, dataclasses.replace(mup, num_layers=3), "step_1.ckpt")
+        Checkpoint(Path("step_1.ckpt"), saved).check_model(dataclasses.replace(mup, num_layers=3))
 
 
 def test_what_does_not_change_the_function_of_the_weights_may_change_on_resume(finished) -> None:
-    metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
+    checkpoint = Checkpoint.open(finished / "checkpoints" / "step_6.ckpt")
+    metadata = checkpoint.metadata
     free = {"hidden_dropout": 0.3, "attention_dropout": 0.3, "embedding_dropout": 0.3, "recompute": "full"}
     free |= {"attention": "exact", "initializer": "counter", "initializer_std": 0.1, "scale_residual_init": False}
     assert all(metadata.model[key] != value for key, value in free.items())
-    check_model(metadata, TransformerConfig.from_dict(metadata.model | free), "step_6.ckpt")
+    checkpoint.check_model(TransformerConfig.from_dict(metadata.model | free))
 
 
 def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
@@ -222,11 +259,11 @@ def test_what_to_type_is_named_with_what_differs(finished, tmp_path) -> None:
         ValueError, match=r"schedule.decay_steps is 8 here and 10 there \(by default trainer.max_steps\)"
     ):
         resolve(tiny_run("gpt", tmp_path, resume=str(finished), **longer))
-    metadata = read_metadata(finished / "checkpoints" / "step_6.ckpt")
+    metadata = Checkpoint.open(finished / "checkpoints" / "step_6.ckpt").metadata
     named = dataclasses.replace(metadata, run={"model": {"name": "gpt_small"}})
     other = TransformerConfig.from_dict(metadata.model | {"architecture": "bert"})
     with pytest.raises(CheckpointError, match="architecture is 'bert' here and 'gpt' .*; it is of model=gpt_small$"):
-        check_model(named, other, "step_6.ckpt")
+        Checkpoint(Path("step_6.ckpt"), named).check_model(other)
 
 
 def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished, tmp_path) -> None:
@@ -257,11 +294,11 @@ def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
         train(tiny_run("gpt", tmp_path, trainer__stop_after_steps=stop, **settings))
     losses = {int(row["step"]): row["val/loss"] for row in read_rows(tmp_path)}
     paths = list_checkpoints(tmp_path / "checkpoints")
-    kept = [read_metadata(path).step for path in paths]
+    kept = [Checkpoint.open(path).metadata.step for path in paths]
     best = sorted(losses, key=losses.get)[:1]
     assert best[0] < 8 and best[0] in kept and kept[-1] == 8 and len(kept) <= 3
     for path in paths:
-        metadata = read_metadata(path)
+        metadata = Checkpoint.open(path).metadata
         assert metadata.state["validation"]["val/loss"] == losses[metadata.step]
 
 
@@ -274,7 +311,7 @@ def test_a_resumed_run_saves_a_validation_only_if_it_is_better_than_those_before
         train(tiny_run("gpt", tmp_path, trainer__stop_after_steps=stop, **settings))
     losses = [row["val/loss"] for row in read_rows(tmp_path)]
     best = [step for step in range(1, 6) if losses[step - 1] == min(losses[:step])]
-    found = {read_metadata(path).step for path in list_checkpoints(tmp_path / "checkpoints")}
+    found = {Checkpoint.open(path).metadata.step for path in list_checkpoints(tmp_path / "checkpoints")}
     assert found == {*best, 3, 5} and 4 not in found
 
 
@@ -286,7 +323,8 @@ def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
     train(tiny_run("gpt", tmp_path, checkpoint__keep_last=None, trainer__validate_every_steps=5, **changes))
     paths = list_checkpoints(tmp_path / "checkpoints")
     assert [path.name for path in paths] == ["step_2.ckpt", "step_4.ckpt"]
-    assert not any("validation" in read_metadata(path).state for path in paths)  # the last one was before step 1
+    states = [Checkpoint.open(path).metadata.state for path in paths]
+    assert not any("validation" in state for state in states)  # the last one was before step 1
 
 
 def test_an_interrupted_run_is_saved_also_where_its_last_step_would_not_be(tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import warm
 from entry_points import REPOSITORY, TINY, environment, train
 from runs import assert_same_run, read_rows, run_jobs, tiny_run, train_here
 
-from lmscale.checkpoint import CheckpointError, CheckpointReader, list_checkpoints
+from lmscale.checkpoint import Checkpoint, CheckpointError, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 from lmscale.training import pretrain as pretrain_module
@@ -318,5 +318,5 @@ def test_background_saves_hold_the_state_at_their_start(tmp_path) -> None:
     paths = list_checkpoints(tmp_path / "front" / "checkpoints")
     assert len(paths) == 5
     for path in paths:
-        with CheckpointReader(path) as one, CheckpointReader(tmp_path / "back" / "checkpoints" / path.name) as two:
-            assert one.metadata.tensors == two.metadata.tensors  # including the checksums of all pieces
+        one, two = (Checkpoint.open(tmp_path / name / "checkpoints" / path.name) for name in ("front", "back"))
+        assert one.metadata.tensors == two.metadata.tensors  # including the checksums of all pieces

@@ -12,7 +12,7 @@ from ranks import free_ports
 from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait_until
 from runs import assert_same_run
 
-from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.runtime.exit_codes import FAILED, INTERRUPTED
 
 
@@ -46,7 +46,7 @@ def test_a_scheduler_signal_saves_at_the_next_step_and_the_resumed_run_is_bitwis
         end(process)
     assert process.returncode == INTERRUPTED, stderr
     (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    step = read_metadata(path).step
+    step = Checkpoint.open(path).metadata.step
     assert step == rows_on_disk(tmp_path / "run") and f"after step {step}, saved in" in stdout
     assert train(*settings, f"trainer.stop_after_steps={step + 2}").returncode == 0
     other = (*LONG_RUN, f"parallel.tp_size={tp_size}", f"hydra.run.dir={tmp_path / 'whole'}")
@@ -120,7 +120,7 @@ def test_a_signal_in_a_validation_saves_before_its_end(tmp_path, at: str, killed
     )
     done = train(*LONG_RUN, *run, "trainer.num_validation_samples=25", PYTHONPATH=str(tmp_path))
     (path,) = list_checkpoints(tmp_path / "run" / "checkpoints")
-    metadata = read_metadata(path)
+    metadata = Checkpoint.open(path).metadata
     assert metadata.step == 2 and "validation" not in metadata.state, done.stderr
     assert (done.returncode == INTERRUPTED) == (not killed), done.stderr
 

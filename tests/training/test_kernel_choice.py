@@ -12,7 +12,7 @@ from composed import composed_run as composed
 from runs import assert_same_run, read_record, tiny_run, train_here
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config import Layout
 from lmscale.kernels import PLAIN, Kernels
 from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
@@ -21,7 +21,6 @@ from lmscale.runtime.ranks import Ranks
 from lmscale.runtime.world import World
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
-from lmscale.training.checkpoints import resuming
 from lmscale.training.checkpoints.resuming import kept_metadata
 from lmscale.training.kernel_choice import keep_compile, resolve_attention
 from lmscale.training.resolve import check, resolve
@@ -96,7 +95,7 @@ def test_a_run_records_what_auto_chose(tmp_path) -> None:
     train_here(tiny_run("gpt", tmp_path, trainer__max_steps=1, **auto))
     (checkpoint,) = list_checkpoints(tmp_path / "checkpoints")
     here = "gpu" if torch.cuda.is_available() else "cpu"
-    assert read_metadata(checkpoint).run["trainer"]["accelerator"] == here
+    assert Checkpoint.open(checkpoint).metadata.run["trainer"]["accelerator"] == here
     record = read_record(tmp_path)
     assert record["config"]["model"]["attention"] == "sdpa"
     assert record["kernels"] == {
@@ -127,7 +126,7 @@ def test_a_resumed_run_keeps_the_decision_whether_to_compile(two_cores, tmp_path
     assert resumed.start.resumes and not resumed.kernels.compiles
     assert resumed.compile_choice == "compile=auto: eager, as in the checkpoint"
     new = tiny_run("gpt", tmp_path / "new", compile="auto", precision__dtype="fp32")
-    branch = {"path": resumed.start.checkpoint, "weights_only": True}
+    branch = {"path": str(resumed.start.checkpoint.path), "weights_only": True}
     for other in (new, dataclasses.replace(new, resume=dataclasses.replace(new.resume, **branch))):
         assert resolve(other).kernels.compiles
     assert resolve(new).compile_choice == "compile=auto: compiled"
@@ -144,7 +143,7 @@ def test_a_compiled_run_is_resumed_compiled_where_that_is_possible(monkeypatch) 
     assert keep_compile(dataclasses.replace(run, compile=False), True, kept) is False
 
 
-def run_that_measures(checkpoint: str | None = None) -> Run:
+def run_that_measures(checkpoint: Checkpoint | None = None) -> Run:
     request = tiny_run("gpt", Path("x"), model__attention="auto")
     decided = {"accelerator": "gpu", "layout": Layout(), "batch": request.check_layout(Layout()), "kernels": PLAIN}
     start = Start(checkpoint, checkpoint is not None, 0, 0.0, request.optimizer, request.schedule)
@@ -162,10 +161,10 @@ def test_only_rank_0_measures_and_decides() -> None:
 @pytest.mark.parametrize("before, attention", [("gpu", "efficient"), ("cpu", "flash")])
 def test_ranks_that_go_on_keep_the_attention_of_a_checkpoint_from_a_gpu(monkeypatch, before, attention) -> None:
     written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": "efficient"})
-    monkeypatch.setattr(resuming, "read_metadata", lambda path: written)
     monkeypatch.setattr(agreement, "fastest_backend", lambda *_: "flash")
     strategy = SimpleNamespace(is_global_zero=True, ranks=Ranks(), root_device=None)
-    assert agree_on_kernels(run_that_measures("checkpoint"), strategy).model.attention == attention
+    run = run_that_measures(Checkpoint(Path("x"), written))
+    assert agree_on_kernels(run, strategy).model.attention == attention
 
 
 def test_a_deterministic_run_on_a_gpu_measures_nothing() -> None:
@@ -200,13 +199,11 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
         ("auto", False, "flash", "sdpa"),
     ],
 )
-def test_the_attention_is_kept_on_the_same_kind_of_accelerator(
-    monkeypatch, before, on_gpu, attention, expected
-) -> None:
+def test_the_attention_is_kept_on_the_same_kind_of_accelerator(before, on_gpu, attention, expected) -> None:
     written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": attention})
-    monkeypatch.setattr(resuming, "read_metadata", lambda path: written)
+    kept = kept_metadata(Checkpoint(Path("x"), written), on_gpu)
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    assert resolve_attention(run, on_gpu, False, kept_metadata("checkpoint", on_gpu)) == expected
+    assert resolve_attention(run, on_gpu, False, kept) == expected
 
 
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:

@@ -8,7 +8,7 @@ from composed import composed
 from runs import read_record, read_rows, run_jobs, tiny_run, train_here
 from sharding import random_batch, small_config, total_loss
 
-from lmscale.checkpoint.model_tensors import open_source
+from lmscale.checkpoint import Checkpoint, latest_checkpoint
 from lmscale.config.finetune import FinetuneConfig
 from lmscale.config.generate import GenerateConfig
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
@@ -127,8 +127,9 @@ def test_a_run_that_never_updates_says_so(tmp_path, capsys) -> None:
     assert "WARNING: the weights" not in capsys.readouterr().err
     counts = [read_record(tmp_path / name)["metrics"] for name in ("none", "all")]
     assert [(found["num_updates"]["value"], found["num_skipped"]["value"]) for found in counts] == [(0, 3), (3, 0)]
-    _, metadata, _ = open_source(tmp_path / "none")  # has no moments, and is complete without them
-    assert all(key.startswith("model/") for key in metadata.tensors)
+    checkpoint = Checkpoint.open(latest_checkpoint(tmp_path / "none"))
+    checkpoint.model_config()  # complete without moments
+    assert all(key.startswith("model/") for key in checkpoint.metadata.tensors)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

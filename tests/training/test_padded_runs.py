@@ -8,7 +8,7 @@ import torch
 from ranks import make_context, run_ranks
 from runs import ONE, assert_equal_runs, read_tensors, run_jobs, run_layouts, tiny_run
 
-from lmscale.checkpoint import CheckpointReader, find_damage, list_checkpoints, read_metadata
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config import Layout
 from lmscale.evaluation.loading import load_model
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
@@ -48,9 +48,9 @@ def test_losses_norms_weights_and_moments_equal_those_of_one_process(root: Path,
 def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
     path = list_checkpoints(root / "gpt" / "3x1x1" / "checkpoints")[-1]
     metadata, plain = (
-        read_metadata(list_checkpoints(root / "gpt" / name / "checkpoints")[-1]) for name in ("3x1x1", ONE)
+        Checkpoint.open(list_checkpoints(root / "gpt" / name / "checkpoints")[-1]).metadata for name in ("3x1x1", ONE)
     )
-    assert find_damage(path, metadata) is None and metadata.layout == Layout(tp_size=3).sizes
+    assert Checkpoint(path, metadata).damage() is None and metadata.layout == Layout(tp_size=3).sizes
     assert metadata.model == plain.model
     shapes = [{key: (e.shape, e.shard_dim) for key, e in each.tensors.items()} for each in (metadata, plain)]
     assert shapes[0] == shapes[1]
@@ -61,7 +61,7 @@ def test_a_checkpoint_has_no_dummy_heads(root: Path) -> None:
     }
     heads = [(0, 144), (144, 288)]  # 2 heads of Q, K and V with 24 each; the third rank writes nothing
     assert cuts == {"qkv.weight": heads, "qkv.bias": heads, "output.weight": [(0, 48), (48, 96)]}
-    uneven = read_metadata(list_checkpoints(root / "gpt zero1" / "2x1x2" / "checkpoints")[-1])
+    uneven = Checkpoint.open(list_checkpoints(root / "gpt zero1" / "2x1x2" / "checkpoints")[-1]).metadata
     pieces = uneven.tensors[f"model/{attention}qkv.weight"].pieces
     assert [(piece.start, piece.stop) for piece in pieces] == [(0, 48), (48, 72)]  # 2 heads of 8 and 1
 
@@ -78,8 +78,8 @@ def test_the_model_goes_to_hugging_face_and_back_bit_for_bit(tmp_path: Path) -> 
     path = list_checkpoints(tmp_path / "run" / "checkpoints")[-1]
     back = import_hugging_face(export_hugging_face(path, tmp_path / "theirs"), tmp_path / "back", 1, 96)
     ours = read_tensors(tmp_path / "run")
-    with CheckpointReader(back) as reader:
-        again = {key: reader.read(key) for key in reader.metadata.tensors}
+    with Checkpoint.open(back).reader() as reader:
+        again = {key: reader.read(key) for key in reader.checkpoint.metadata.tensors}
     assert {key for key in ours if key.startswith("model/")} == again.keys()
     assert all(torch.equal(tensor, ours[key]) for key, tensor in again.items())
     whole, found = (torch.cat(run_ranks(_logits, tp_size, back, tp_size), -1) for tp_size in (1, 3))

@@ -15,7 +15,7 @@ from entry_points import slurm_task
 from lightning.pytorch.utilities import rank_zero_only
 from runs import tiny_run, train_here
 
-from lmscale import checkpoint
+from lmscale.checkpoint import Checkpoint
 from lmscale.config import Layout
 from lmscale.config.layout import ParallelConfig
 from lmscale.config.pretrain import RunConfig
@@ -80,9 +80,7 @@ def test_recomputation_is_chosen_for_the_memory_of_the_attention_that_a_resumed_
     )
     before = SimpleNamespace(run={"trainer": {"accelerator": "gpu"}}, model={"attention": "exact"})
     before.step, before.state = 1, {}
-    for module in (resuming, checkpoint):
-        monkeypatch.setattr(module, "read_metadata", lambda path: before)
-    monkeypatch.setattr(resuming, "find_checkpoint", lambda run: "checkpoint")
+    monkeypatch.setattr(resuming, "find_checkpoint", lambda run: Checkpoint(tmp_path, before))
     job = Workload.of(run, attention="exact")
     none, selective = (estimate_memory(job.change(recompute=mode), Layout()).total for mode in ("none", "selective"))
     assert selective < none
@@ -103,8 +101,8 @@ def test_a_resumed_run_decides_everything_once_in_the_command_and_again_on_a_ran
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: calls.update([name]) or original(*given))
 
+    count(resuming, "find_checkpoint")
     for owner in (resuming, agreement):
-        count(owner, "find_checkpoint")
         count(owner, "check_fit")
     count(RunConfig, "check_layout")
     count(resolve, "resolve_kernels")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from runs import run_jobs, tiny_run, train_here
 
-from lmscale.checkpoint import list_checkpoints, read_metadata
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.cli import next_command
 from lmscale.config import Layout
 from lmscale.runtime import run_lock
@@ -25,8 +25,9 @@ from lmscale.runtime.exit_codes import INTERRUPTED, USER_ERROR
 from lmscale.runtime.interruption import Interruption
 from lmscale.runtime.run_lock import RunLock, check_not_in_use
 from lmscale.shared_files import lock
-from lmscale.training import agreement, announcement
+from lmscale.training import announcement
 from lmscale.training.announcement import describe_options, describe_scored, warn_of_cost
+from lmscale.training.checkpoints import resuming
 from lmscale.training.loggers import MetricsFile
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
@@ -146,7 +147,8 @@ def test_a_run_that_goes_on_has_no_record_until_it_ends(tmp_path, monkeypatch) -
     assert train_here(run) == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["steps"] == [3, 4]
-    saved = [read_metadata(path).state["train_time_s"] for path in list_checkpoints(tmp_path / "checkpoints")]
+    paths = list_checkpoints(tmp_path / "checkpoints")
+    saved = [Checkpoint.open(path).metadata.state["train_time_s"] for path in paths]
     times = [*saved, record["metrics"]["train_time"]["value"]]  # after steps 3 and 4 (two are kept), and at the end
     assert all(before < after for before, after in itertools.pairwise(times)), "not of the whole run"
 
@@ -182,7 +184,7 @@ def test_a_run_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path, monke
     monkeypatch.setattr(Path, "iterdir", refuse)
     with pytest.raises(ValueError, match=f"the run folder {tmp_path} cannot be used: .* Permission denied"):
         resolve(run.request)
-    monkeypatch.setattr(agreement, "find_checkpoint", refuse)
+    monkeypatch.setattr(resuming, "find_checkpoint", refuse)
     assert pretrain(run) == USER_ERROR
     assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'checkpoints'\n"
 

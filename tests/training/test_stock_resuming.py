@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import run_jobs, tiny_run
 from stock import logged, parts, trainer
 
-from lmscale.checkpoint import CheckpointError, CheckpointReader
+from lmscale.checkpoint import Checkpoint, CheckpointError
 from lmscale.training.module import GPTModule
 
 
@@ -56,7 +56,7 @@ def test_a_module_is_fitted_again_as_one_of_those_weights_is(tmp_path) -> None:
     once.fit(module, data)
     once.save_checkpoint(tmp_path / "two.ckpt")
     fresh, _ = parts(hidden_dropout=0.1)
-    fresh.weights_from = str(tmp_path / "two.ckpt")
+    fresh.weights_from = Checkpoint.open(tmp_path / "two.ckpt")
     for name, each in (("again", module), ("fresh", fresh)):
         trainer(tmp_path / name).fit(each, parts()[1])
     assert module.completed_steps == 3
@@ -75,6 +75,16 @@ def test_a_module_that_goes_on_from_its_own_checkpoint_equals_the_uninterrupted_
     assert all(map(torch.equal, module.parameters(), whole.parameters()))
 
 
+def test_a_trained_module_goes_back_to_the_checkpoint_that_it_began_from(tmp_path) -> None:
+    first, path = trainer(tmp_path / "first", max_steps=2), str(tmp_path / "two.ckpt")
+    first.fit(*parts())
+    first.save_checkpoint(path)
+    module = GPTModule.load_from_checkpoint(path, micro_batch_size=4)
+    for name in ("once", "again"):
+        trainer(tmp_path / name, max_steps=4).fit(module, parts()[1], ckpt_path=path)
+    assert logged(tmp_path / "once", "train/loss") == logged(tmp_path / "again", "train/loss")
+
+
 def test_a_trainer_goes_on_where_it_stopped_when_its_steps_are_raised(tmp_path) -> None:
     module, data = parts()
     one = trainer(tmp_path, max_steps=2)
@@ -88,9 +98,10 @@ def test_a_checkpoint_of_the_training_script_resumes(tmp_path) -> None:
     run_jobs([tiny_run("gpt", tmp_path / "run", checkpoint__save_every_steps=2, checkpoint__keep_last=None)], 1)
     module, data = parts()
     path = tmp_path / "run" / "checkpoints" / "step_2.ckpt"
-    module.weights_from = str(path.with_name("step_3.ckpt"))  # a model that began from another goes on from this one
+    other = Checkpoint.open(path.with_name("step_3.ckpt"))
+    module.weights_from = other  # a model that began from another goes on from this one
     trainer(tmp_path, gradient_clip_val=1.0).fit(module, data, ckpt_path=path)
-    with CheckpointReader(tmp_path / "run" / "checkpoints" / "step_3.ckpt") as reader:
+    with other.reader() as reader:
         for name, param in module.model.named_parameters():
             assert torch.equal(param, reader.read(f"model/{name}")), name
     for call in (trainer(tmp_path).validate, trainer(tmp_path).test):

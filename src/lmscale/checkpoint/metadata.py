@@ -17,19 +17,12 @@ from typing import Any
 import torch
 import xxhash
 
-from ..config import TransformerConfig
 from .errors import CheckpointError, CheckpointVersionError
 from .tensor_file import DTYPE_NAMES, DTYPES, is_shape, num_bytes
 
 FORMAT_VERSION = 2
 METADATA = "metadata.json"
-PUBLISHED_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # of a Hugging Face model in one file
-REPLACED = ".replaced"  # ends the name of a complete checkpoint while a new one of the same step takes its place
-_NAME = re.compile(rf"step_(\d+)\.ckpt({re.escape(REPLACED)})?")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-]+\.safetensors")
-# Keys that may differ between a checkpoint and the model that loads it: they do not change the function of the weights.
-_FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute", "attention"}
-_FREE |= {"initializer", "initializer_std", "scale_residual_init"}  # only used for initialization
 
 
 @dataclass(frozen=True)
@@ -97,54 +90,12 @@ class CheckpointMetadata:
         return json.dumps({"checksum": _checksum(values)} | values, indent=1)
 
 
-def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint after `step` optimizer steps."""
-    return f"step_{step}.ckpt"
-
-
-def checkpoint_step(path: Path) -> int:
-    """Return the step in the directory name of a checkpoint found by `list_checkpoints`."""
-    return int(_NAME.fullmatch(path.name).group(1))
-
-
-def list_checkpoints(folder: str | Path) -> list[Path]:
-    """List the checkpoints in `folder`, by ascending step.
-
-    Unfinished checkpoints have other names. One that was being replaced is listed if its successor is missing. A
-    directory without metadata is listed, because only complete checkpoints get such a name; `read_metadata` reports
-    what is wrong with it.
-    """
-    folder = Path(folder)
-    if not folder.is_dir():
-        return []
-    found = {}
-    for path in sorted(folder.iterdir(), reverse=True):  # replaced ones first
-        if _NAME.fullmatch(path.name) and path.is_dir():
-            found[checkpoint_step(path)] = path
-    return [path for _, path in sorted(found.items())]
-
-
-def latest_checkpoint(path: str | Path) -> Path:
-    """Find the checkpoint at `path`: the path itself, or the latest one in a run folder or a folder of checkpoints.
-
-    A path that is neither is returned unchanged; reading it reports the error.
-    """
-    path = Path(path)
-    if (path / METADATA).is_file():
-        return path
-    found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    return found[-1] if found else path
-
-
-def read_metadata(path: str | Path) -> CheckpointMetadata:
-    """Read the metadata of a checkpoint and check its checksum and the locations of all pieces.
+def read_metadata(path: Path) -> CheckpointMetadata:
+    """Parse the metadata of a checkpoint, and check its checksum and the locations of all pieces.
 
     Raises:
-        CheckpointError: `path` is not a checkpoint of this package, has a different format version, or its metadata is
-            damaged.
+        CheckpointError: it is damaged, or has a different format version.
     """
-    path = Path(path)
-    check_is_checkpoint(path)
     try:
         values = json.loads((path / METADATA).read_text(encoding="utf-8"))
         version, checksum = values.pop("format_version"), values.pop("checksum", None)
@@ -158,117 +109,9 @@ def read_metadata(path: str | Path) -> CheckpointMetadata:
     if checksum != expected:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} does not match its checksum {checksum!r}")
     try:
-        metadata = _parse(values)
+        return _parse(values)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"checkpoint {path.name}: {METADATA} has a wrong entry ({_short(error)})") from None
-    if _NAME.fullmatch(path.name) and checkpoint_step(path) != metadata.step:
-        raise CheckpointError(f"checkpoint {path.name}: its metadata is that of step {metadata.step}")
-    return metadata
-
-
-def check_files(path: Path, metadata: CheckpointMetadata) -> None:
-    """Check that all files of a checkpoint exist and have their length.
-
-    One rank does this before a start, because it asks the file system about every rank's file. `find_damage`, in which
-    each rank reads its share of the files, finds the same and more.
-
-    Args:
-        path, metadata: of the same checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing or has a different length.
-    """
-    for name, entry in metadata.files.items():
-        problem = wrong_length(path / name, entry)
-        if problem is not None:
-            raise CheckpointError(f"checkpoint {path.name}: {problem}")
-
-
-def wrong_length(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with the length of a file; None if it has the length of its entry."""
-    actual = f"has {path.stat().st_size}" if path.is_file() else "is missing"
-    expected = f"has {entry.num_bytes}"
-    return None if actual == expected else f"{path.name} must have {entry.num_bytes} bytes, but {actual}"
-
-
-def find_given(key: str, path: str | Path, kinds: str = "a checkpoint, a run folder or a Hugging Face folder") -> Path:
-    """Return the checkpoint or the Hugging Face model to which the path of a key leads, without reading either.
-
-    Raises:
-        CheckpointError: it does not; the message names the key.
-    """
-    try:
-        found = latest_checkpoint(path)
-        if not is_hugging_face(found):
-            check_is_checkpoint(found)
-    except (OSError, CheckpointError) as error:
-        raise CheckpointError(f"`{key}` must be {kinds}, but {error}") from None
-    return found
-
-
-def check_is_checkpoint(path: Path) -> None:
-    """Check that `path` is a checkpoint of this package, and otherwise report what it seems to be.
-
-    Raises:
-        CheckpointError: it is a file, a directory without `metadata.json`, or not an lmscale checkpoint.
-    """
-    if path.is_file():
-        raise CheckpointError(f"{path.name} is a file, not a directory; pickled files are never read")
-    if not path.is_dir():
-        raise CheckpointError(f"checkpoint {path} does not exist")
-    if (path / METADATA).is_file():
-        return
-    if (path / ".metadata").exists() or any(path.glob("*.distcp")):
-        what = "a torch.distributed.checkpoint directory, whose pickles could run code; they are not read"
-    elif is_hugging_face(path):
-        what = f"a Hugging Face model; import it: python src/convert.py source={path} target=NEW_FOLDER"
-    else:
-        other = ", and its config.json is not one of Hugging Face" if (path / "config.json").is_file() else ""
-        what = f"not a checkpoint: it has no {METADATA}{other}"
-    raise CheckpointError(f"{path} is {what}")
-
-
-def is_hugging_face(path: Path) -> bool:
-    """Whether a folder has a config.json of transformers: with a model type, or (files of 2019) beside weights."""
-    try:
-        values = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    names = (f"{name}{index}" for name in PUBLISHED_WEIGHTS for index in ("", ".index.json"))
-    return isinstance(values, dict) and ("model_type" in values or any((path / name).is_file() for name in names))
-
-
-def check_model(metadata: CheckpointMetadata, model: TransformerConfig, path: str | Path) -> None:
-    """Check that a checkpoint is of the given model, and otherwise list all differences.
-
-    Raises:
-        CheckpointError: sizes, vocabulary, norm order or other keys that define the function differ. Dropout, recompute
-            and the attention kernel may differ.
-    """
-    try:
-        saved = _effective(TransformerConfig.from_dict(metadata.model))
-    except (TypeError, ValueError):  # written by a version with other keys: compare as is
-        saved = metadata.model
-    here = _effective(model)
-    differences = [
-        f"{key} is {here.get(key)!r} here and {saved.get(key)!r} there"
-        for key in sorted((saved.keys() | here.keys()) - _FREE)
-        if saved.get(key) != here.get(key)
-    ]
-    if differences:
-        name = metadata.run.get("model", {}).get("name")
-        of_name = f"; it is of model={name}" if name else ""
-        raise CheckpointError(f"checkpoint {Path(path).name} is of another model: {'; '.join(differences)}{of_name}")
-
-
-def _effective(config: TransformerConfig) -> dict[str, Any]:
-    """A model with its defaults: null compares equal to the value it stands for."""
-    chosen = {"layer_norm_eps": config.norm_eps, "gelu": config.gelu_form, "ffn_hidden_size": config.ffn_size}
-    if config.parametrization != "standard":
-        own = {"hidden_size": config.hidden_size, "head_size": config.head_size}
-        own |= {"num_layers": config.num_layers} if config.scaling.scales_depth else {}
-        chosen |= {f"base_{name}": getattr(config, f"base_{name}") or size for name, size in own.items()}
-    return config.to_dict() | chosen
 
 
 def _parse(values: dict[str, Any]) -> CheckpointMetadata:

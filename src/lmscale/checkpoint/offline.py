@@ -9,7 +9,8 @@ from torch import Tensor
 from ..parallel import ParallelContext
 from ..shared_files import write_atomically
 from .atomic_folder import atomic_folder
-from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, checkpoint_name
+from .find import checkpoint_name
+from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece
 from .tensor_file import TensorFileWriter
 from .write import Share, divide_tensors, with_pieces
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .atomic_folder import atomic_folder, check_target
+from .checkpoint import Checkpoint, CheckpointReader
 from .errors import CheckpointError
+from .find import latest_checkpoint
 from .metadata import CheckpointMetadata
-from .model_tensors import open_source
 from .offline import write_offline
-from .read import CheckpointReader
 from .tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
 
 # Tensors with one row per id, padded with zeros.
@@ -43,11 +43,13 @@ def reshard(
         ValueError: the source cannot be used, `tp_size` does not divide the model, the target exists, or the disk is
             full.
     """
-    path, metadata, config = open_source(source)
+    checkpoint = Checkpoint.open(latest_checkpoint(source))
+    checkpoint.check_intact()
+    config, metadata = checkpoint.model_config(), checkpoint.metadata
     if vocab_multiple is not None:
         config = dataclasses.replace(config, vocab_multiple=vocab_multiple)
     config.check_tensor_parallel(tp_size)
-    files = find_tokenizer(tokenizer, path.parent / TOKENIZER_FOLDER, config)
+    files = find_tokenizer(tokenizer, checkpoint.path.parent / TOKENIZER_FOLDER, config)
     entries = {}
     for key, entry in metadata.tensors.items():
         shape = entry.shape
@@ -58,7 +60,7 @@ def reshard(
         metadata, layout={"tp_size": tp_size, "dp_size": 1}, model=config.to_dict(), tensors=entries, files={}
     )
     check_target(target, sum(entry.num_bytes for entry in entries.values()))
-    with CheckpointReader(path) as reader, atomic_folder(target) as folder:
+    with checkpoint.reader() as reader, atomic_folder(target) as folder:
         written = write_offline(folder, changed, tp_size, _read_all(reader, changed, config.vocab_size))
         if files is not None:
             files.copy_to(folder / TOKENIZER_FOLDER)
@@ -67,11 +69,11 @@ def reshard(
 
 def _read_all(reader: CheckpointReader, changed: CheckpointMetadata, vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     for key, entry in sorted(changed.tensors.items()):
-        if entry.shape == reader.metadata.tensors[key].shape:
+        shape = reader.checkpoint.metadata.tensors[key].shape
+        if entry.shape == shape:
             yield key, reader.read(key)
             continue
-        rows = reader.metadata.tensors[key].shape[0]
-        if reader.read(key, vocab_size, rows).any():
+        if reader.read(key, vocab_size, shape[0]).any():
             raise CheckpointError(f"{key}: the rows of the padded vocabulary must be zero, but are not")
         tensor = torch.zeros(entry.shape, dtype=entry.dtype)
         tensor[:vocab_size] = reader.read(key, 0, vocab_size)

@@ -22,8 +22,9 @@ from torch import Tensor
 from ..parallel import ParallelContext
 from ..shared_files import sync_to_disk, write_atomically
 from .errors import CheckpointError
+from .find import REPLACED
 from .host_copies import HostCopies
-from .metadata import METADATA, REPLACED, CheckpointMetadata, FileEntry, Piece, TensorEntry
+from .metadata import METADATA, CheckpointMetadata, FileEntry, Piece, TensorEntry
 from .tensor_file import TensorFileWriter
 
 _MAX_POLL_INTERVAL_S = 0.2  # while waiting for another rank's part

@@ -18,13 +18,10 @@ from torch import nn
 from ..checkpoint import (
     METADATA,
     TOKENIZER_FOLDER,
+    Checkpoint,
     CheckpointMetadata,
-    CheckpointReader,
-    check_files,
-    read_metadata,
+    find_given,
 )
-from ..checkpoint.metadata import find_given
-from ..checkpoint.model_tensors import config_of, open_source
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
@@ -138,13 +135,13 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata and for files of a wrong length.
     """
-    checkpoint = find_given("ckpt", path)
-    if not (checkpoint / METADATA).is_file():
-        with HuggingFaceReader(checkpoint, "ckpt") as reader:
-            return config_from_hf(reader.values), checkpoint
-    metadata = read_metadata(checkpoint)
-    check_files(checkpoint, metadata)
-    return config_of(checkpoint, metadata), checkpoint.parent / TOKENIZER_FOLDER
+    found = find_given("ckpt", path)
+    if not (found / METADATA).is_file():
+        with HuggingFaceReader(found, "ckpt") as reader:
+            return config_from_hf(reader.values), found
+    checkpoint = Checkpoint.open(found)
+    checkpoint.check_files()
+    return checkpoint.model_config(), found.parent / TOKENIZER_FOLDER
 
 
 def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
@@ -162,10 +159,16 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
 def _load_ours(
     path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
 ) -> LoadedModel:
-    _, metadata, config = ranks.agree(lambda: open_source(path, share=ranks.rank, num_shares=ranks.size))
+    def open_intact() -> tuple[Checkpoint, TransformerConfig]:
+        checkpoint = Checkpoint.open(path)
+        checkpoint.check_intact(ranks.rank, ranks.size)
+        return checkpoint, checkpoint.model_config()
+
+    checkpoint, config = ranks.agree(open_intact)
     config.check_tensor_parallel(context.tp_size, context.pad_heads)
     model = build_model(config, context, seed=None, dtype=dtype, device=device)
-    ranks.agree(lambda: _load_weights(model, path, context))
+    ranks.agree(lambda: _load_weights(model, checkpoint, context))
+    metadata = checkpoint.metadata
     return LoadedModel(model.eval().requires_grad_(False), _identify(metadata), path, metadata.step)
 
 
@@ -188,9 +191,9 @@ def _load_hugging_face(
         return dataclasses.replace(loaded, path=path)
 
 
-def _load_weights(model: nn.Module, path: Path, context: ParallelContext) -> None:
+def _load_weights(model: nn.Module, checkpoint: Checkpoint, context: ParallelContext) -> None:
     """Read every parameter; raises an error for a finetuned checkpoint, which lacks the model's heads."""
-    with CheckpointReader(path, padding_of(model)) as reader:
+    with checkpoint.reader(padding_of(model)) as reader:
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
 

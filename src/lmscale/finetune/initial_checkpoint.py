@@ -41,12 +41,11 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
             the checkpoint's; its head is of this task's name with other labels; or there is nothing to train and no
             head.
     """
-    from ..checkpoint import TOKENIZER_FOLDER  # imports torch, which takes seconds
-    from ..checkpoint.metadata import find_given
-    from ..checkpoint.model_tensors import open_source
+    from ..checkpoint import TOKENIZER_FOLDER, Checkpoint, find_given  # imports torch, which takes seconds
 
-    find_given("ckpt", run.ckpt, "a checkpoint or a run folder")
-    path, metadata, config = open_source(run.ckpt, needs_heads=False)
+    checkpoint = Checkpoint.open(find_given("ckpt", run.ckpt, "a checkpoint or a run folder"))
+    checkpoint.check_intact()
+    path, metadata, config = checkpoint.path, checkpoint.metadata, checkpoint.model_config(needs_heads=False)
     task = run.task
     if not family_of(config.family).has_pooler:
         raise ValueError(

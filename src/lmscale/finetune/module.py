@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint import Checkpoint
 from ..config.finetune import FinetuneConfig
 from ..training.step.training_module import TrainingModule
 from .batches import Batch
@@ -38,7 +39,7 @@ class FinetuneModule(TrainingModule):
             run.schedule(num_steps),
             run.precision,
             run.seed,
-            weights_from=None if run.from_scratch else start.path,
+            weights_from=None if run.from_scratch else Checkpoint.open(start.path),
             drawn=drawn,
             progress=progress,
         )
@@ -49,9 +50,9 @@ class FinetuneModule(TrainingModule):
         return build_finetune_model(self.run, self.config, self.parallel, dtype, device)
 
     @contextmanager
-    def reading(self, path: str) -> Iterator[Callable[[str, Tensor], None]]:
+    def reading(self, checkpoint: Checkpoint) -> Iterator[Callable[[str, Tensor], None]]:
         """As any module, with the rows of an imported head in the order of the task's classes."""
-        with super().reading(path) as read_into:
+        with super().reading(checkpoint) as read_into:
 
             def read_in_order(key: str, out: Tensor) -> None:
                 read_into(key, out)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import METADATA, CheckpointError, CheckpointMetadata, read_metadata
+from ..checkpoint import METADATA, Checkpoint, CheckpointError, CheckpointMetadata
 from ..checkpoint.model_tensors import meta_model
 from ..config import TransformerConfig
 from ..config.finetune import FROM_HUB, TaskConfig
@@ -63,7 +63,7 @@ def read_head(path: Path) -> PublishedHead | None:
     Raises:
         CheckpointError: its metadata is damaged or has an invalid task, or its head was imported.
     """
-    metadata = read_metadata(path)
+    metadata = Checkpoint.open(path).metadata
     if "finetune" not in metadata.state:
         return None
     if "kind" in metadata.state["finetune"]:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..checkpoint.errors import CheckpointError
+from ..checkpoint import CheckpointError, CheckpointReader
 from ..checkpoint.model_tensors import meta_model
-from ..checkpoint.read import CheckpointReader
 from ..checkpoint.reshard import VOCABULARY
 from ..config import TransformerConfig
 from ..config.family import family_of

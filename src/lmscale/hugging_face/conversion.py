@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint import (
+    TOKENIZER_FOLDER,
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    CheckpointReader,
+    TensorEntry,
+    latest_checkpoint,
+    write_offline,
+)
 from ..checkpoint.atomic_folder import atomic_folder, check_target
-from ..checkpoint.errors import CheckpointError
-from ..checkpoint.metadata import CheckpointMetadata, TensorEntry
-from ..checkpoint.model_tensors import Shape, meta_model, model_shapes, open_source
-from ..checkpoint.offline import write_offline
-from ..checkpoint.read import CheckpointReader
+from ..checkpoint.model_tensors import Shape, meta_model, model_shapes
 from ..checkpoint.tensor_file import num_bytes
-from ..checkpoint.tokenizer_files import TOKENIZER_FOLDER, find_tokenizer
+from ..checkpoint.tokenizer_files import find_tokenizer
 from ..config import TransformerConfig
 from ..config.checks import list_some
 from ..models import build_model
@@ -57,7 +63,9 @@ def export_hugging_face(
     Raises:
         ValueError: the source cannot be used or has no counterpart; what was written does not compute the same.
     """
-    path, metadata, own_config = open_source(source)
+    checkpoint = Checkpoint.open(latest_checkpoint(source))
+    checkpoint.check_intact()
+    own_config, path, metadata = checkpoint.model_config(), checkpoint.path, checkpoint.metadata
     model, config = model_of(own_config), own_config.as_standard()
     build, settings, max_length = meta_model, {}, None
     if head is not None:
@@ -86,7 +94,7 @@ def export_hugging_face(
         on_meta = torch.empty(our_shapes[pair.ours][0], device="meta")
         shapes[pair.theirs] = tuple(pair.to_theirs(on_meta, config).shape), dtype
     check_target(target, sum(num_bytes(*entry) for entry in shapes.values()))
-    with _FoldedReader(path, own_config) as reader, atomic_folder(target) as folder:
+    with _FoldedReader(checkpoint, own_config) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, pairs, config, dtype), max_file_bytes)
         published.save_pretrained(folder)
         if generation is not None:
@@ -95,7 +103,7 @@ def export_hugging_face(
             files.copy_to(folder, max_length)
         with HuggingFaceReader(folder, model=model) as written:
             compare_models(reader, written, config, rounded_to=dtype, build=build)
-        about = dtype_name, Path(target).name, files is not None, losses_of(path, metadata)
+        about = dtype_name, Path(target).name, files is not None, losses_of(checkpoint)
         card = model_card(metadata, config, model.model_class, *about, head)
         (folder / CARD).write_text(card, encoding="utf-8")
     return Path(target)
@@ -115,8 +123,8 @@ def _set_dropout(head: PublishedHead, published: Any, model_class: str) -> None:
 class _FoldedReader(CheckpointReader):
     """Reads weights with the multipliers of their parametrization in them, which transformers does not have."""
 
-    def __init__(self, path: Path, config: TransformerConfig) -> None:
-        super().__init__(path)
+    def __init__(self, checkpoint: Checkpoint, config: TransformerConfig) -> None:
+        super().__init__(checkpoint)
         self.config, self.fold = config, model_of(config).fold
 
     def read(self, key: str, first: int = 0, last: int | None = None) -> Tensor:
@@ -193,7 +201,7 @@ def import_hugging_face(
         with atomic_folder(target) as folder:
             heads = _draw_heads(config, fresh, seed) if fresh else {}
             written = write_offline(folder, metadata, tp_size, _read_ours(reader, pairs, entries, heads, config))
-            with CheckpointReader(written) as ours:
+            with Checkpoint.open(written).reader() as ours:
                 compare_models(ours, reader, config, drawn=fresh, build=build)
             if files is not None:
                 files.copy_to(folder / TOKENIZER_FOLDER)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import CheckpointError
-from ..checkpoint.metadata import PUBLISHED_WEIGHTS
+from ..checkpoint.find import PUBLISHED_WEIGHTS
 from ..checkpoint.tensor_file import TensorFileReader, TensorFileWriter, num_bytes
 from ..models.hugging_face import HuggingFaceModel
 from .config import hf_model, read_hf_config, type_of_tensors

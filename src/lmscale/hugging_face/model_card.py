@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
-from ..checkpoint.metadata import CheckpointMetadata
+from ..checkpoint import Checkpoint, CheckpointMetadata
 from ..config import TransformerConfig
 from ..config.family import family_of
 from .finetuned_head import PublishedHead
@@ -71,13 +71,14 @@ The publisher has not stated a licence, the intended use or the limits of this m
 """
 
 
-def losses_of(path: Path, metadata: CheckpointMetadata) -> dict[str, float]:
+def losses_of(checkpoint: Checkpoint) -> dict[str, float]:
     """The validation losses of a checkpoint's step: its own, or its run's record has them, since a run saves its last
     step before it validates; empty if there are none."""
+    metadata = checkpoint.metadata
     if "validation" in metadata.state:
         return metadata.state["validation"]
     try:
-        record = json.loads((path.parent.parent / "record.json").read_text(encoding="utf-8"))
+        record = json.loads((checkpoint.path.parent.parent / "record.json").read_text(encoding="utf-8"))
         metrics = record["metrics"] if record["steps"][1] == metadata.step else {}
         found = {name: metric["value"] for name, metric in metrics.items() if name.startswith("val/")}
         return {name: float(value) for name, value in found.items() if name.endswith(("loss", "perplexity"))}

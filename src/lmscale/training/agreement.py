@@ -5,9 +5,8 @@ from functools import partial
 
 import torch
 
-from ..checkpoint import check_model, read_metadata
 from ..models.attention_backend import fastest_backend
-from .checkpoints.resuming import agree_on_checkpoint, check_fit, find_checkpoint, kept_metadata
+from .checkpoints.resuming import agree_on_checkpoint, check_fit, kept_metadata
 from .run import Run, Start
 from .session import RankSession
 from .step.training_module import DTYPES
@@ -36,15 +35,14 @@ def agree_on_start(run: Run, session: RankSession) -> Start:
     the run's own.
     """
     request, ranks = run.request, session.strategy.ranks
-    chosen = ranks.agree(partial(find_checkpoint, request), first_rank_only=True)
-    path = agree_on_checkpoint(request, session.folder, chosen, session.strategy)
-    if path is None:
-        return Start.at(None, None, request, session.folder)
-    found = read_metadata(path)
-    check_model(found, run.model, path)
-    check = partial(check_fit, request, run.corpus.content_hash, path, found)  # rank 0 looks for a record
+    checkpoint = agree_on_checkpoint(request, session.folder, ranks)
+    start = Start.at(checkpoint, request, session.folder)
+    if checkpoint is None:
+        return start
+    checkpoint.check_model(run.model)
+    check = partial(check_fit, request, run.corpus.content_hash, checkpoint)  # rank 0 looks for a record
     optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))
-    return replace(Start.at(path, found, request, session.folder), optimizer=optimizer, schedule=schedule)
+    return replace(start, optimizer=optimizer, schedule=schedule)
 
 
 def agree_on_kernels(run: Run, strategy: TensorParallelStrategy) -> Run:

@@ -2,7 +2,6 @@
 
 import torch
 
-from ..checkpoint import read_metadata
 from ..config import BatchConfig, Layout, TransformerConfig
 from ..config.pretrain import RunConfig
 from ..config.validation import describe_excess, describe_time
@@ -40,11 +39,11 @@ def announce(run: Run, session: RankSession, num_scored: int) -> None:
         f"({run.compile_choice}, kernels={request.kernels})\n"
         f"{describe_attention_dropout(config)}{describe_scored(run, num_scored)}"
         f"steps {start.step} to {session.trainer.max_steps} of {request.trainer.max_steps}"
-        + (f", resumed from {start.checkpoint}" if start.checkpoint else "")
+        + (f", resumed from {start.checkpoint.path}" if start.checkpoint else "")
         + f"\nrun folder: {session.folder}",
         flush=True,
     )
-    then = Layout(**read_metadata(start.checkpoint).layout) if start.checkpoint else layout
+    then = Layout(**start.checkpoint.metadata.layout) if start.checkpoint else layout
     if then.sizes != layout.sizes:
         print(f"layout: changed from the checkpoint's {then} to {layout}", flush=True)
     schedule = start.schedule

@@ -5,7 +5,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.model_tensors import open_source
+from ..checkpoint import Checkpoint, latest_checkpoint
 from ..config import TransformerConfig
 from ..config.family import family_of, load
 from ..config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
@@ -122,8 +122,10 @@ class PretrainModule(TrainingModule):
             CheckpointError: it is missing or damaged.
             ValueError: an option of Lightning's (`check_load_options`).
         """
-        path, _, config = open_source(checkpoint_path)
-        return super().load_from_checkpoint(path, **{"config": config} | options)
+        checkpoint = Checkpoint.open(latest_checkpoint(checkpoint_path))
+        checkpoint.check_intact()
+        options = {"config": checkpoint.model_config()} | options
+        return super().load_from_checkpoint(checkpoint.path, **options)
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """The model's own `forward`: of GPT, the logits of this tensor rank.

@@ -54,7 +54,7 @@ def train_as_agreed(run: Run, session: RankSession) -> int:
     model = build_module(run, session)
     samples = samples_of(run.request, run.corpus, run.num_validation_samples)
     if start.resumes:
-        check_data_digest(start.checkpoint, samples, session.strategy)
+        check_data_digest(start.checkpoint, samples, session.strategy.ranks)
     by_length = run.request.loss_reduction == "token_mean"
     data = PretrainDataModule(samples, run.batch.micro_batch_size, run.request.data.num_workers, by_length)
     metrics, last_step = MetricsFile(session.folder / METRICS, model.validation_metrics), trainer.max_steps

@@ -46,14 +46,12 @@ def resolve(request: RunConfig, world: World | None = None, files: dict[str, str
         model.check_tensor_parallel(run.layout.tp_size, run.layout.pad_heads)  # the rows of the vocabulary are known
     resumed, start = None, run.start
     if start.checkpoint is not None:
-        from ..checkpoint import check_model, read_metadata
         from .checkpoints.resuming import check_fit
 
-        found = read_metadata(start.checkpoint)
-        check_model(found, model, start.checkpoint)
-        optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint, found)
+        start.checkpoint.check_model(model)
+        optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint)
         start = replace(start, optimizer=optimizer, schedule=schedule)
-        resumed = None if request.resume.weights_only else found.run
+        resumed = None if request.resume.weights_only else start.checkpoint.metadata.run
     num_validation = resolve_validation(request, corpus, run.on_gpu, resumed)
     decided = {"model": model, "start": start, "corpus": corpus, "num_validation_samples": num_validation}
     return replace(run, files=files or {}, **decided)
@@ -99,18 +97,16 @@ def check(request: RunConfig, world: World | None = None) -> Run:
     if on_gpu:
         accelerator.set_allocator(request.cuda_graphs)
         accelerator.check_products(request.precision.dtype)
-    checkpoint, found, kept, folder = None, None, None, Path(request.run_dir)
+    checkpoint, kept, folder = None, None, Path(request.run_dir)
     with run_folder_errors(folder):
         if is_first_rank():
             check_not_in_use(folder)
         is_used = folder.is_dir() and any(folder.iterdir())
     if request.resume.path != "none" or is_restart() or is_used:
-        from ..checkpoint import read_metadata  # imports torch
-        from .checkpoints.resuming import find_checkpoint, kept_metadata
+        from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
 
         with run_folder_errors(folder):
             checkpoint = find_checkpoint(request)
-        found = checkpoint and read_metadata(checkpoint)
         kept = None if request.resume.weights_only else kept_metadata(checkpoint, on_gpu)
 
     config = request.model.resolve(STAND_IN_VOCAB_SIZE)
@@ -133,7 +129,7 @@ def check(request: RunConfig, world: World | None = None) -> Run:
         kernels=kernels,
         compile_choice=choice,
         measures_attention=attention is None,
-        start=Start.at(checkpoint, found, request, folder),
+        start=Start.at(checkpoint, request, folder),
     )
 
 

@@ -24,14 +24,14 @@ class Start:
     """Where a run starts, and the optimizer and schedule that it goes on with.
 
     Args:
-        checkpoint: whose weights the model starts with; None: the seed determines them.
+        checkpoint: the `Checkpoint` whose weights the model starts with; None: the seed determines them.
         resumes: whether optimizer, schedule and data order continue from the checkpoint too.
         step: steps already done.
         train_time_s: of these steps; nan if the checkpoint is from before it was kept.
         optimizer, schedule: those of the request, or with `resume.schedule=keep` those of `checkpoint`.
     """
 
-    checkpoint: str | None
+    checkpoint: Any
     resumes: bool
     step: int
     train_time_s: float
@@ -39,16 +39,22 @@ class Start:
     schedule: ScheduleConfig
 
     @classmethod
-    def at(cls, path: str | None, found: Any, request: RunConfig, folder: Path) -> "Start":
+    def at(cls, checkpoint: Any, request: RunConfig, folder: Path) -> "Start":
         """The start from a checkpoint under the schedule of the request; None: from the initial weights.
 
         Args:
-            path, found: the checkpoint and its metadata.
             folder: the run folder.
         """
-        resumes = path is not None and (Path(path).parent == folder / CHECKPOINTS or not request.resume.weights_only)
-        step, train_time_s = (found.step, found.state.get("train_time_s", math.nan)) if resumes else (0, 0.0)
-        return cls(path, resumes, step, train_time_s, request.optimizer, request.schedule)
+        resumes, step, train_time_s = False, 0, 0.0
+        if checkpoint is not None:
+            resumes = checkpoint.path.parent == folder / CHECKPOINTS or not request.resume.weights_only
+        if resumes:
+            step, train_time_s = checkpoint.metadata.step, checkpoint.metadata.state.get("train_time_s", math.nan)
+        return cls(checkpoint, resumes, step, train_time_s, request.optimizer, request.schedule)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the checkpoint, which has the metadata of thousands of tensors: the ranks open what they agree on."""
+        return vars(self) | {"checkpoint": None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,26 +10,23 @@ from typing import Any
 import torch.distributed as dist
 
 from ...checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointMetadata,
     CheckpointVersionError,
-    check_files,
-    find_damage,
+    find_given,
     list_checkpoints,
-    read_metadata,
     set_aside,
 )
-from ...checkpoint.metadata import find_given
 from ...config.from_dict import flatten
 from ...config.pretrain import RunConfig
 from ...config.training import OptimizerConfig, ScheduleConfig
 from ...data.data_digest import digest_text, expected_digest
 from ...data.sampler import RunSamples
 from ...runtime.messages import warn
-from ...runtime.ranks import AgreedError
+from ...runtime.ranks import AgreedError, Ranks
 from ...runtime.world import is_restart
 from ..step.learning_rate import learning_rate_of_update
-from ..strategy import TensorParallelStrategy
 
 CHECKPOINTS = "checkpoints"  # folder of a run folder
 _LEFT_BY_A_RUN = ("metrics.csv", "record.json")
@@ -46,8 +43,8 @@ class ScheduleDiffersError(CheckpointError):
     """Rates or optimizer differ from the checkpoint's, and `resume.schedule` does not say which ones to use."""
 
 
-def find_checkpoint(run: RunConfig) -> str | None:
-    """Resolve `resume.path`: None, the newest readable checkpoint of the run folder, or a path.
+def find_checkpoint(run: RunConfig) -> Checkpoint | None:
+    """Resolve `resume.path`: None, the newest readable checkpoint of the run folder, or that of a path.
 
     A path may be a checkpoint or a run folder (then its newest). All ranks check the tensors' bytes later
     (`agree_on_checkpoint`).
@@ -76,24 +73,36 @@ def find_checkpoint(run: RunConfig) -> str | None:
             )
         return None
     if path == "auto":
-        newest = next((path for path in reversed(own) if _problem(path) is None), None)
-        if own and newest is None:
+        problems = []
+        for newest in reversed(own):
+            try:
+                return _open(newest)
+            except CheckpointVersionError:
+                raise  # as in `agree_on_checkpoint`
+            except CheckpointError as error:
+                problems.append(error)
+        if problems:
             raise CheckpointError(
-                f"no checkpoint in {folder} can be read; {_problem(own[-1])}; a run from the start needs another "
+                f"no checkpoint in {folder} can be read; {problems[0]}; a run from the start needs another "
                 "hydra.run.dir"
             )
-        return newest and str(newest)
-    chosen = find_given("resume", path, "none, auto, a checkpoint or a run folder").absolute()
-    check_files(chosen, read_metadata(chosen))
-    if own and (run.resume.weights_only or chosen.resolve() != own[-1].resolve()):
+        return None
+    chosen = _open(find_given("resume", path, "none, auto, a checkpoint or a run folder").absolute())
+    if own and (run.resume.weights_only or chosen.path.resolve() != own[-1].resolve()):
         raise ValueError(
             f"`resume` must be auto, or the newest checkpoint, where the run folder has checkpoints ({own[-1].name} in "
             f"{run.run_dir}), but is {path!r}; a run that branches off needs another hydra.run.dir"
         )
-    return str(chosen)
+    return chosen
 
 
-def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | None:
+def _open(path: Path) -> Checkpoint:
+    checkpoint = Checkpoint.open(path)
+    checkpoint.check_files()
+    return checkpoint
+
+
+def kept_metadata(checkpoint: Checkpoint | None, on_gpu: bool) -> CheckpointMetadata | None:
     """The checkpoint that a run resumes from, if the run keeps its kernels: it was written on the same accelerator.
 
     Choosing again, on a different number of cores or by another measurement, would change the rounding and draw other
@@ -101,26 +110,23 @@ def kept_metadata(checkpoint: str | None, on_gpu: bool) -> CheckpointMetadata | 
     """
     if checkpoint is None:
         return None
-    metadata = read_metadata(checkpoint)
-    accelerator = metadata.run.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
-    return metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
+    # Older versions did not resolve auto.
+    accelerator = checkpoint.metadata.run.get("trainer", {}).get("accelerator", "auto")
+    return checkpoint.metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
 
 
-def check_fit(
-    run: RunConfig, corpus_hash: str, path: str, metadata: CheckpointMetadata
-) -> tuple[OptimizerConfig, ScheduleConfig]:
+def check_fit(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple[OptimizerConfig, ScheduleConfig]:
     """Check that a run fits the checkpoint of its model that it starts from; returns its optimizer and schedule.
 
     Args:
         corpus_hash: hash of the tokenized training text.
-        path, metadata: of the checkpoint.
 
     Raises:
         CheckpointError: unless `resume.weights_only`, the initial weights or the data differ; every difference is
             listed. The checkpoint is past the end of the run.
         ScheduleDiffersError: the rates so far or the optimizer differ under `resume.schedule=assert`.
     """
-    name = Path(path).name
+    name, metadata = checkpoint.path.name, checkpoint.metadata
     if run.resume.weights_only:
         return run.optimizer, run.schedule
     if not metadata.optimizer:
@@ -198,48 +204,50 @@ def _choose_schedule(
     return run.optimizer, run.schedule
 
 
-def agree_on_checkpoint(
-    run: RunConfig, run_dir: Path, chosen: str | None, strategy: TensorParallelStrategy
-) -> str | None:
+def agree_on_checkpoint(run: RunConfig, run_dir: Path, ranks: Ranks) -> Checkpoint | None:
     """Choose the checkpoint to load, on all ranks, and compare every byte of it with its checksums.
 
-    The ranks divide the files among them. Under `resume=auto`, and when a job with `max_restarts` restarts, a damaged
-    checkpoint of the run is set aside with a warning if one before it is intact.
-
-    Args:
-        chosen: the result of `find_checkpoint` on rank 0.
+    The run folder is locked. The ranks divide the files among them. Under `resume=auto`, and when a job with
+    `max_restarts` restarts, a damaged checkpoint of the run is set aside with a warning if one before it is intact.
 
     Raises:
-        AgreedError: it is damaged, or none of several is intact.
+        AgreedError: it is damaged, none of several is intact, or as `find_checkpoint`.
 
     Communicates:
         a few small objects over the world, between the hosts.
     """
+    found = ranks.agree(partial(find_checkpoint, run), first_rank_only=True)
     own = list_checkpoints(run_dir / CHECKPOINTS)[::-1]
     falls_back = run.resume.path == "auto" or (is_restart() and bool(own))
-    candidates = own if falls_back else [Path(chosen)] if chosen else []
-    falls_back, candidates = strategy.ranks.broadcast((falls_back, candidates))
+    candidates = own if falls_back else [found.path] if found else []
+    falls_back, candidates = ranks.broadcast((falls_back, candidates))
     damaged: list[tuple[Path, AgreedError]] = []
+
+    def open_intact(path: Path) -> Checkpoint:
+        checkpoint = found if found is not None and found.path == path else Checkpoint.open(path)
+        checkpoint.check_intact(ranks.rank, ranks.size)
+        return checkpoint
+
     for path in candidates:
         try:
-            strategy.ranks.agree(partial(_check_intact, path, strategy.global_rank, strategy.world_size))
+            checkpoint = ranks.agree(partial(open_intact, path))
         except AgreedError as error:
             # Of another version it is not damaged: falling back to an older one would hide that.
             if not falls_back or isinstance(error.__cause__, CheckpointVersionError):
                 raise
             damaged.append((path, error))
             continue
-        if strategy.is_global_zero:
+        if ranks.is_first:
             for worse, reason in damaged:
                 warn(f"{reason}; set aside as {set_aside(worse).name}, falling back to {path.name}")
-        return str(path)
+        return checkpoint
     if damaged:  # all keep their names: without any, the next start would begin the run anew
         number, folder = len(damaged), run_dir / CHECKPOINTS
         raise AgreedError(f"none of the {number} checkpoints in {folder} is good; the newest: {damaged[0][1]}")
     return None
 
 
-def check_data_digest(path: str, samples: RunSamples, strategy: TensorParallelStrategy) -> None:
+def check_data_digest(checkpoint: Checkpoint, samples: RunSamples, ranks: Ranks) -> None:
     """Check on all ranks that the samples a checkpoint has consumed are those that this run would have consumed.
 
     Raises:
@@ -248,31 +256,13 @@ def check_data_digest(path: str, samples: RunSamples, strategy: TensorParallelSt
     Communicates:
         one all-reduce of a number over the world, between the hosts.
     """
-    metadata = read_metadata(path)
-    digest = expected_digest(samples.sampler(), metadata.step, strategy.global_rank, strategy.world_size)
-    if strategy.world_size > 1:
-        dist.all_reduce(digest, group=strategy.ranks.group)
+    metadata = checkpoint.metadata
+    digest = expected_digest(samples.sampler(), metadata.step, ranks.rank, ranks.size)
+    if ranks.size > 1:
+        dist.all_reduce(digest, group=ranks.group)
     expected, found = digest_text(int(digest)), metadata.state["data_digest"]
     if found != expected:
         raise AgreedError(
-            f"checkpoint {Path(path).name}: the data digest must be {expected} after step {metadata.step}, "
+            f"checkpoint {checkpoint.path.name}: the data digest must be {expected} after step {metadata.step}, "
             f"but is {found}: that run saw other samples, or in another order, than this run would have"
         )
-
-
-def _check_intact(path: Path, rank: int, num_ranks: int) -> None:
-    """Check the metadata of a checkpoint and every byte of this rank's share of its files."""
-    damage = find_damage(path, read_metadata(path), rank, num_ranks)
-    if damage is not None:
-        raise CheckpointError(f"checkpoint {path.name} is damaged: {damage}")
-
-
-def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint's metadata, or with the presence and length of its files."""
-    try:
-        check_files(path, read_metadata(path))
-    except CheckpointVersionError:
-        raise  # as in `agree_on_checkpoint`
-    except CheckpointError as error:
-        return str(error)
-    return None

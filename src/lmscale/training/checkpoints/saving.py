@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from ...checkpoint import CheckpointError, checkpoint_name, list_checkpoints, read_metadata, remove_checkpoint
+from ...checkpoint import Checkpoint, CheckpointError, checkpoint_name, list_checkpoints, remove_checkpoint
 from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
@@ -55,8 +55,9 @@ class Checkpointing(L.Callback):
         """Start from the resumed step, which is saved already, and the best losses of existing checkpoints."""
         self.last_saved = pl_module.completed_steps
         self.saved_at = time.monotonic()
-        known = [loss for loss, _ in self._scored()] if trainer.is_global_zero else []
-        self.best_losses = trainer.strategy.ranks.broadcast(known[: self.config.keep_best])
+        if self.config.keep_best is not None:
+            known = [loss for loss, _ in self._scored()] if trainer.is_global_zero else []
+            self.best_losses = trainer.strategy.ranks.broadcast(known[: self.config.keep_best])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Agree with the other ranks on what is due; save now unless this step is validated first."""
@@ -173,7 +174,7 @@ class Checkpointing(L.Callback):
         scored = []
         for path in list_checkpoints(self.folder):
             try:
-                loss = read_metadata(path).state.get("validation", {}).get("val/loss")
+                loss = Checkpoint.open(path).metadata.state.get("validation", {}).get("val/loss")
             except CheckpointError:
                 continue  # a damaged checkpoint is neither best nor removed
             if loss is not None and math.isfinite(loss):

@@ -10,13 +10,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ...checkpoint import (
+    Checkpoint,
     CheckpointError,
     CheckpointMetadata,
     CheckpointWriter,
     TensorEntry,
-    check_model,
     divide_tensors,
-    read_metadata,
     remove_checkpoint,
 )
 from ...checkpoint.model_tensors import model_shapes
@@ -132,20 +131,25 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """What Lightning needs to resume after a checkpoint's step; the tensors are read later, in place.
 
+        Args:
+            checkpoint_path: `ckpt_path` of the Trainer's call, which may be a `Checkpoint`.
+
         Raises:
             CheckpointError: it is missing, damaged or of another model.
         """
-        metadata = read_metadata(checkpoint_path)
+        is_open = isinstance(checkpoint_path, Checkpoint)
+        checkpoint = checkpoint_path if is_open else Checkpoint.open(checkpoint_path)
+        metadata = checkpoint.metadata
         if self.lightning_module.config is not None:
-            check_model(metadata, self.lightning_module.config, checkpoint_path)
+            checkpoint.check_model(self.lightning_module.config)
         if "lightning" in metadata.state:
             found = from_json(metadata.state["lightning"])
             count_steps(found["loops"]["fit_loop"])
         else:
             found = self._lightning_state_of_run(metadata)
         if metadata.optimizer:
-            found["optimizer_states"] = [{"path": checkpoint_path, "counters": metadata.optimizer}]
-        return found | {"state_dict": {}, "path": checkpoint_path}
+            found["optimizer_states"] = [metadata.optimizer]
+        return found | {"state_dict": {}, "checkpoint": checkpoint}
 
     def _lightning_state_of_run(self, metadata: CheckpointMetadata) -> dict[str, Any]:
         """The same for a checkpoint of `src/train.py`, which has no Lightning state."""
@@ -169,16 +173,16 @@ class ShardedCheckpointStrategy(DDPStrategy):
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Restore the number of steps, and read the weights in place, unless `configure_model` has."""
         self.lightning_module.completed_steps = checkpoint["global_step"]
-        if self.lightning_module.weights_from != checkpoint["path"]:
-            self.lightning_module.read_weights(checkpoint["path"])
+        if self.lightning_module.weights_from is not checkpoint["checkpoint"]:
+            self.lightning_module.read_weights(checkpoint["checkpoint"])
 
     def load_optimizer_state_dict(self, checkpoint: dict[str, Any]) -> None:
         """Read masters and moments in place; with a schedule of torch's also the rates, from which it goes on."""
-        state, optimizer = checkpoint["optimizer_states"][0], self.optimizers[0]
-        with self.lightning_module.reading(state["path"]) as read_into:
-            if self.lightning_module.weights_from != state["path"]:
+        saved, optimizer = checkpoint["checkpoint"], self.optimizers[0]
+        with self.lightning_module.reading(saved) as read_into:
+            if self.lightning_module.weights_from is not saved:
                 optimizer.load_masters(read_into)
-            optimizer.load_moments(state["counters"], read_into)
+            optimizer.load_moments(saved.metadata.optimizer, read_into)
         if "rates" in checkpoint and not isinstance(self.lightning_module.lr_schedulers(), UpdateSchedule):
             for group, rates in zip(optimizer.param_groups, checkpoint["rates"], strict=True):
                 group |= rates

@@ -11,9 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from ...checkpoint import CheckpointReader, read_metadata
-from ...checkpoint.metadata import latest_checkpoint
-from ...checkpoint.model_tensors import check_shapes
+from ...checkpoint import Checkpoint, latest_checkpoint
 from ...config import TransformerConfig
 from ...config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from ...parallel import ParallelContext, padding_of, sample_dropout_keys, seed_rank_generator
@@ -79,7 +77,7 @@ class TrainingModule(L.LightningModule, ABC):
         loss_reduction: str = "token_mean",
         dropout_seeds: str = "unique",
         compiles: bool = False,
-        weights_from: str | None = None,
+        weights_from: Checkpoint | None = None,
         drawn: tuple[str, ...] = (),
         progress: Callable[[str], None] = _ignore,
     ) -> None:
@@ -271,9 +269,9 @@ class TrainingModule(L.LightningModule, ABC):
                 )
 
     @contextmanager
-    def reading(self, path: str) -> Iterator[Callable[[str, Tensor], None]]:
-        """Open a checkpoint of any layout; yields a function that fills a tensor with this rank's part of a key's."""
-        with CheckpointReader(path, padding_of(self.model)) as reader:
+    def reading(self, checkpoint: Checkpoint) -> Iterator[Callable[[str, Tensor], None]]:
+        """Read a checkpoint of any layout; yields a function that fills a tensor with this rank's part of a key's."""
+        with checkpoint.reader(padding_of(self.model)) as reader:
 
             def read_into(key: str, out: Tensor) -> None:
                 if not key.partition("/")[2].startswith(self.drawn):
@@ -281,15 +279,16 @@ class TrainingModule(L.LightningModule, ABC):
 
             yield read_into
 
-    def read_weights(self, path: str) -> None:
+    def read_weights(self, checkpoint: Checkpoint) -> None:
         """Read this rank's shard from a checkpoint.
 
         Raises:
             CheckpointError: it is of a module without `config`, and of other tensors.
         """
         if self.config is None:
-            check_shapes(path, {name: tuple(param.shard.full_shape) for name, param in self.model.named_parameters()})
-        with self.reading(path) as read_into:
+            named = self.model.named_parameters()
+            checkpoint.check_shapes({name: tuple(param.shard.full_shape) for name, param in named})
+        with self.reading(checkpoint) as read_into:
             for name, param in self.model.named_parameters():
                 self.progress(f"reading {name}")
                 read_into(f"model/{name}", param.detach())
@@ -306,10 +305,10 @@ class TrainingModule(L.LightningModule, ABC):
             ValueError: an option of Lightning's (`check_load_options`).
         """
         options = check_load_options(options)
-        path = latest_checkpoint(checkpoint_path)
-        saved = from_json(read_metadata(path).state.get("lightning", {}).get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+        checkpoint = Checkpoint.open(latest_checkpoint(checkpoint_path))
+        saved = from_json(checkpoint.metadata.state.get("lightning", {}).get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
         module = cls(**saved | options)
-        module.weights_from = str(path)
+        module.weights_from = checkpoint
         return module
 
     def configure_optimizers(self) -> dict[str, Any]:
