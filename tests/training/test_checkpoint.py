@@ -30,7 +30,7 @@ from lmscale.runtime.exit_codes import DONE, INTERRUPTED
 from lmscale.runtime.interruption import Interruption
 from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.checkpoints import saving
-from lmscale.training.checkpoints.resuming import ScheduleDiffersError, find_checkpoint
+from lmscale.training.checkpoints.resuming import find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
 
@@ -223,9 +223,7 @@ def test_a_checkpoint_of_a_version_with_fewer_keys_is_of_the_model_with_their_de
 
 def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> None:
     run = tiny_run("gpt", tmp_path, resume=str(finished), trainer__max_steps=5)
-    with pytest.raises(
-        CheckpointError, match="`trainer.max_steps` must be at least the 6 steps .* has done, but is 5$"
-    ):
+    with pytest.raises(ValueError, match="`trainer.max_steps` must be at least the 6 steps .* has done, but is 5$"):
         resolve(run)
 
 
@@ -281,7 +279,7 @@ def test_a_run_continues_with_the_initial_weights_that_its_record_names(finished
 )
 def test_a_run_over_other_samples_is_refused(finished, tmp_path, key: str, value: float, before: float) -> None:
     run = tiny_run("gpt", tmp_path, resume=str(finished), **{f"data__{key}": value}, **LONG)
-    with pytest.raises(CheckpointError, match=f"over other samples: data.{key} is {value} here and {before} there"):
+    with pytest.raises(ValueError, match=f"over other samples: data.{key} is {value} here and {before} there"):
         resolve(run)
 
 
@@ -381,7 +379,7 @@ def test_decays_that_branch_off_are_bitwise_the_runs_that_had_their_schedule_fro
 )
 def test_a_branch_that_would_have_been_another_run_is_refused(finished, tmp_path, changes, message) -> None:
     run = tiny_run("gpt", tmp_path, resume=str(finished), **LONG | changes)
-    with pytest.raises(ScheduleDiffersError, match=message):
+    with pytest.raises(ValueError, match=message):
         resolve(run)
     start = resolve(dataclasses.replace(run, resume=dataclasses.replace(run.resume, schedule="keep"))).start
     assert (start.optimizer, start.schedule) == (

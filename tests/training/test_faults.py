@@ -11,7 +11,7 @@ import warm
 from entry_points import REPOSITORY, TINY, environment, train
 from runs import assert_same_run, read_rows, run_jobs, tiny_run, train_here
 
-from lmscale.checkpoint import Checkpoint, CheckpointError, list_checkpoints
+from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.checkpoint.tensor_file import TensorFileWriter
 from lmscale.runtime.exit_codes import DIVERGED, NOT_SAVED, REPLICAS_DIFFER, USER_ERROR
 from lmscale.training import pretrain as pretrain_module
@@ -103,7 +103,7 @@ def test_auto_refuses_to_start_from_scratch_if_all_checkpoints_are_damaged(three
         assert len(read_rows(folder)) == 3  # the measured rows are kept
     for path in list_checkpoints(folder / "checkpoints"):
         damage(path, "truncated")
-    with pytest.raises(CheckpointError, match="can be read"):
+    with pytest.raises(ValueError, match="can be read"):
         resolve(run_of(folder))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import METADATA, Checkpoint, CheckpointError, CheckpointMetadata
+from ..checkpoint import METADATA, Checkpoint, CheckpointMetadata
 from ..checkpoint.model_tensors import meta_model
 from ..config import TransformerConfig
 from ..config.finetune import FROM_HUB, TaskConfig
@@ -61,19 +61,20 @@ def read_head(path: Path) -> PublishedHead | None:
     """The head of the checkpoint at `path`; None if it has not been finetuned.
 
     Raises:
-        CheckpointError: its metadata is damaged or has an invalid task, or its head was imported.
+        CheckpointError: its metadata is damaged.
+        ValueError: it has an invalid task, or its head was imported.
     """
     metadata = Checkpoint.open(path).metadata
     if "finetune" not in metadata.state:
         return None
     if "kind" in metadata.state["finetune"]:
         origin = metadata.run.get("converted_from")
-        raise CheckpointError(f"`source` must have been finetuned here to be published, but its head is from {origin}")
+        raise ValueError(f"`source` must have been finetuned here to be published, but its head is from {origin}")
     try:
         return _describe(metadata)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         text = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"checkpoint {path.name}: {METADATA} has an invalid finetuning ({text})") from None
+        raise ValueError(f"checkpoint {path.name}: {METADATA} has an invalid finetuning ({text})") from None
 
 
 def _describe(metadata: CheckpointMetadata) -> PublishedHead:
@@ -110,7 +111,7 @@ def read_published_head(folder: Path) -> FinetunedHead | None:
     """The head of a finetuned model in a folder of Hugging Face; None if it has none that we have.
 
     Raises:
-        CheckpointError: the configuration is invalid, or of another problem than one class per input.
+        ValueError: the configuration is invalid, or of another problem than one class per input.
     """
     values = read_hf_config(folder / "config.json")
     # The tensors tell the type that files of 2019 leave out; such a model is taken for a pretrained one.
@@ -122,16 +123,16 @@ def read_published_head(folder: Path) -> FinetunedHead | None:
         published = with_defaults(values)
         if published.problem_type not in (None, "single_label_classification") or published.num_labels < 2:
             problem = published.problem_type or f"{published.num_labels} labels"
-            raise CheckpointError(f"{folder} must have one of several classes per input, but config.json has {problem}")
+            raise ValueError(f"{folder} must have one of several classes per input, but config.json has {problem}")
         classes = tuple(published.id2label.get(number) for number in range(published.num_labels))
         if not all(isinstance(name, str) for name in classes) or len({*classes}) < len(classes):
-            raise CheckpointError(
+            raise ValueError(
                 f"`id2label` of config.json must name each class once, as text, but is {published.id2label}"
             )
         # Names that only one of the two has say nothing of the order: many files have LABEL_0 and so on in one.
         numbers = published.label2id or {}
         if any(str(numbers.get(name, number)) != str(number) for number, name in enumerate(classes)):
-            raise CheckpointError(
+            raise ValueError(
                 f"`label2id` of config.json must number the classes as `id2label`, {published.id2label}, "
                 f"but is {numbers}"
             )

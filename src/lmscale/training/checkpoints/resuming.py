@@ -39,10 +39,6 @@ _COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row", "loss_scale")
 _STATE = ("data_digest", "corpus_hash")
 
 
-class ScheduleDiffersError(CheckpointError):
-    """Rates or optimizer differ from the checkpoint's, and `resume.schedule` does not say which ones to use."""
-
-
 def find_checkpoint(run: RunConfig) -> Checkpoint | None:
     """Resolve `resume.path`: None, the newest readable checkpoint of the run folder, or that of a path.
 
@@ -50,9 +46,10 @@ def find_checkpoint(run: RunConfig) -> Checkpoint | None:
     (`agree_on_checkpoint`).
 
     Raises:
-        CheckpointError: the path has no complete checkpoint; `auto` finds several, none of them intact.
-        ValueError: the run folder has checkpoints, but the one to start from is elsewhere, or before the newest of
-            them: they would mix with the run's own; or it has none, but metrics of another run, which would be lost.
+        CheckpointError: the path has no complete checkpoint.
+        ValueError: `auto` finds several, none of them intact. The run folder has checkpoints, but the one to start from
+            is elsewhere, or before the newest of them: they would mix with the run's own; or it has none, but metrics
+            of another run, which would be lost.
     """
     path, folder = run.resume.path, Path(run.run_dir) / CHECKPOINTS
     own = list_checkpoints(folder)
@@ -82,7 +79,7 @@ def find_checkpoint(run: RunConfig) -> Checkpoint | None:
             except CheckpointError as error:
                 problems.append(error)
         if problems:
-            raise CheckpointError(
+            raise ValueError(
                 f"no checkpoint in {folder} can be read; {problems[0]}; a run from the start needs another "
                 "hydra.run.dir"
             )
@@ -122,40 +119,40 @@ def check_fit(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple
         corpus_hash: hash of the tokenized training text.
 
     Raises:
-        CheckpointError: unless `resume.weights_only`, the initial weights or the data differ; every difference is
-            listed. The checkpoint is past the end of the run.
-        ScheduleDiffersError: the rates so far or the optimizer differ under `resume.schedule=assert`.
+        ValueError: unless `resume.weights_only`, the initial weights or the data differ; every difference is listed.
+            The checkpoint is past the end of the run. The rates so far or the optimizer differ under
+            `resume.schedule=assert`.
     """
     name, metadata = checkpoint.path.name, checkpoint.metadata
     if run.resume.weights_only:
         return run.optimizer, run.schedule
     if not metadata.optimizer:
-        raise CheckpointError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
+        raise ValueError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
     lacking = [key for key in _COUNTERS if key not in metadata.optimizer] + [
         k for k in _STATE if k not in metadata.state
     ]
     if lacking:
-        raise CheckpointError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
+        raise ValueError(f"checkpoint {name} cannot be resumed: its metadata lacks {', '.join(lacking)}")
     last_step, key = min(
         (run.trainer.max_steps, "max_steps"),
         (run.trainer.stop_after_steps or run.trainer.max_steps, "stop_after_steps"),
     )
     if metadata.step > last_step and not (Path(run.run_dir) / "record.json").is_file():  # else the run has ended
-        raise CheckpointError(
+        raise ValueError(
             f"`trainer.{key}` must be at least the {metadata.step} steps that checkpoint {name} has done, but is "
             f"{last_step}"
         )
     then = {"model.initializer": "generator"} | flatten(metadata.run)  # from before there was a choice: without the key
     differences = _differences(_INITIAL_KEYS, run, then)
     if differences:
-        raise CheckpointError(
+        raise ValueError(
             f"checkpoint {name} is of a run with other initial weights: {'; '.join(differences)} (a new run draws them)"
         )
     differences = _differences(_DATA_KEYS, run, then)
     if corpus_hash != metadata.state["corpus_hash"]:
         differences.append("the corpus has other tokens")
     if differences:
-        raise CheckpointError(
+        raise ValueError(
             f"checkpoint {name} is of a run over other samples: {'; '.join(differences)} (a step is also a place in "
             "the data; `resume.weights_only`=true starts a new run from the weights)"
         )
@@ -196,7 +193,7 @@ def _choose_schedule(
             return "{:.3g} next and {:.3g} at the end".format(*ends)
 
         since = "" if first is None else f"; the rates differ from update {first} on, and it has done {num_updates}"
-        raise ScheduleDiffersError(
+        raise ValueError(
             f"`resume.schedule` must be keep or override where the rates so far or the optimizer are not those of "
             f"{name} ({'; '.join(differences)}{since}), but is assert; keep goes on with the checkpoint's (rates of "
             f"{rates(schedule, lr)}), override with those given here ({rates(run.schedule, run.optimizer.lr)})"
