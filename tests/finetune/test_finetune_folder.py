@@ -11,7 +11,8 @@ from finetune_runs import make_checkpoint, make_run, read_metrics, run_here
 from omegaconf import OmegaConf
 
 from lmscale.finetune import run_folder
-from lmscale.finetune.preparing import prepare_job
+from lmscale.finetune.preparing import check_values, prepare_job
+from lmscale.runtime import run_lock
 from lmscale.runtime.ranks import AgreedError, Ranks
 from lmscale.training.strategy import TensorParallelStrategy
 
@@ -32,6 +33,18 @@ def test_a_folder_with_a_checkpoint_is_refused_and_one_with_predictions_is_clear
     (folder / "checkpoints/step_3.ckpt").rename(tmp_path / "step_3.ckpt")
     assert run_here(run) == 0
     assert not (folder / "predictions/old").exists()
+
+
+def test_a_folder_in_use_is_refused_before_a_sweep_starts(tmp_path, ckpt, monkeypatch) -> None:
+    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.0)
+    run, lock = make_run("qqp", tmp_path, ckpt), run_lock.RunLock()
+    lock.take(Path(run.run_dir))
+    try:
+        with pytest.raises(ValueError, match="run is in use by another job"):
+            check_values(run.to_dict())
+    finally:
+        lock.release()
+    check_values(run.to_dict())
 
 
 def test_encoded_data_in_a_shared_cache_are_readable_by_others(tmp_path, ckpt) -> None:

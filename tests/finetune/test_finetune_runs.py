@@ -252,6 +252,7 @@ def test_data_ranks_can_shard_the_optimizer_state(tmp_path, ckpt) -> None:
         ({"parallel__tp_size": 3}, "must be a multiple of `tp_size`"),
         ({"parallel__batch_halves": True}, "`parallel.batch_halves` must be false for a finetuning, but is true"),
         ({"parallel__pp_size": 2}, "`parallel.pp_size` must be 1 outside src/train.py, which reads"),
+        ({"new_pooler": True}, "`new_pooler` must be false if the checkpoint has a trained pooler"),
         ({"trainer__num_epochs": 0}, "must have been finetuned on qqp .* not finetuned"),
         ({"task__validation": {"dev": "/nowhere.tsv"}}, "`task.validation.dev` must be a file"),
         ({"task__train": None}, "`task.train` must be given"),
@@ -290,11 +291,6 @@ def test_another_tokenizer_raises(tmp_path, ckpt, shared_data) -> None:
     with pytest.raises(ValueError, match="the tokenizer must be that of the checkpoint, whose model has"):
         prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=other))
     assert prepare_job(make_run("qqp", tmp_path, lonely, tokenizer__path=str(tmp_path / "moved")))
-
-
-def test_a_trained_pooler_is_not_initialized_again(tmp_path, ckpt) -> None:
-    with pytest.raises(ValueError, match="`new_pooler` must be false if the checkpoint has a trained pooler"):
-        prepare_job(make_run("qqp", tmp_path, ckpt, new_pooler=True))
 
 
 def test_sets_to_train_or_choose_on_need_labels(tmp_path, ckpt) -> None:
