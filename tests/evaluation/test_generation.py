@@ -5,20 +5,22 @@ import itertools
 
 import pytest
 import torch
+from crafted import save_gpt
 from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from torch import Tensor
 
-from lmscale.checkpoint import Checkpoint
 from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
 from lmscale.evaluation import generate_job
 from lmscale.evaluation.generation import Generator, in_batches
+from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.prompts import Prompt, Row
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import GPT
 from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext
+from lmscale.runtime.ranks import Ranks
 
 PLAIN = ParallelContext()
 FORMS = list(itertools.product(("pre", "post"), ("sdpa", "exact")))
@@ -159,27 +161,19 @@ def test_every_layout_gives_the_same_tokens_on_every_rank(tp_size: int) -> None:
     assert run_ranks(_lengthen_sharded, tp_size, tp_size) == [expected] * tp_size
 
 
-def _load(path, context: ParallelContext) -> GPT:
-    """The checkpoint's model in fp64."""
-    from lmscale.models import build_model
-
-    with Checkpoint.open(path).reader() as reader:
-        config = TransformerConfig.from_dict(reader.checkpoint.metadata.model)
-        model = build_model(config, context, seed=None, dtype=torch.float64).eval()
-        for name, param in model.named_parameters():
-            reader.read_into(f"model/{name}", param.data, context.tp_rank)
-    return model
-
-
 def _lengthen_checkpoint(rank: int, path, end_id: int | None) -> tuple[list, list]:
-    rows = lengthened(_load(path, make_context(2)), make_rows(), end_id=end_id)
+    loaded = load_model(path, make_context(2), torch.float64, ranks=Ranks(rank, 2))
+    rows = lengthened(loaded.model, make_rows(), end_id=end_id)
     return tokens_of(rows), [row.finish for row in rows]
 
 
 def test_greedy_output_equals_that_of_transformers_on_the_exported_model(tmp_path) -> None:
     from transformers import GPT2LMHeadModel
 
-    path = save_checkpoint(tmp_path / "ours", longer(num_layers=3))
+    model = varied_model(longer(num_layers=3), PLAIN)
+    with torch.no_grad():
+        model.transformer.word_embedding.weight[99:] = 0.0
+    path = save_gpt(tmp_path / "ours", model, tp_size=2)
     export_hugging_face(path, tmp_path / "theirs")
     theirs = GPT2LMHeadModel.from_pretrained(tmp_path / "theirs", dtype=torch.float64).eval()
     expected, margins = [], []
@@ -199,29 +193,12 @@ def test_greedy_output_equals_that_of_transformers_on_the_exported_model(tmp_pat
     assert min(margins) > 1e-6  # far above fp64's rounding: no tie decides
     assert len({token for tokens in expected for token in tokens}) > 8
     end = expected[2][3]
-    model = _load(path, PLAIN)
+    model = load_model(path, PLAIN, torch.float64).model
     assert tokens_of(lengthened(model, make_rows())) == expected
     assert run_ranks(_lengthen_checkpoint, 2, path, None)[1][0] == expected
     # With an end-of-text token theirs ends with it, ours before it.
     cut = [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in expected]
     assert tokens_of(lengthened(model, make_rows(), end_id=end)) == cut != expected
-
-
-def save_checkpoint(folder, config: TransformerConfig):
-    """A random model as a checkpoint of ours, at two ranks."""
-    from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
-
-    model = varied_model(config, PLAIN).float()
-    tensors = {}
-    for name, param in model.named_parameters():
-        value = param.detach().clone()
-        if value.shape[0] == config.padded_vocab_size:
-            value[config.vocab_size :] = 0.0
-        tensors[f"model/{name}"] = value
-    specs = {f"model/{name}": param.shard.shard_dim for name, param in model.named_parameters()}
-    entries = {key: TensorEntry(tuple(t.shape), t.dtype, specs[key]) for key, t in tensors.items()}
-    metadata = CheckpointMetadata(0, {"tp_size": 2, "dp_size": 1}, config.to_dict(), entries, {}, {}, {}, {})
-    return write_offline(folder, metadata, 2, sorted(tensors.items()))
 
 
 def test_a_batch_that_a_full_disk_does_not_take_is_refused_at_once(monkeypatch) -> None:

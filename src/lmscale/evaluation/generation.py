@@ -61,7 +61,12 @@ class Generator:
         while True:
             tokens = choose_tokens(logits, self.sampling, keys, cache.lengths, self.model.context)
             for row, token in zip(active, tokens.tolist(), strict=True):
-                self._add(row, token)
+                if token == self.end_id:
+                    row.finish = ENDED
+                    continue
+                row.tokens.append(token)
+                if len(row.tokens) == row.prompt.num_new:
+                    row.finish = FULL
             on_token()
             unfinished = [i for i, row in enumerate(active) if row.finish is None]
             if not unfinished:
@@ -84,14 +89,6 @@ class Generator:
             row[: len(ids)] = torch.tensor(ids)
         logits = self.model.next_token_logits(tokens.to(weight.device), counts.to(weight.device), cache)
         return cache, logits
-
-    def _add(self, row: Row, token: int) -> None:
-        if token == self.end_id:
-            row.finish = ENDED
-            return
-        row.tokens.append(token)
-        if len(row.tokens) == row.prompt.num_new:
-            row.finish = FULL
 
 
 def in_batches(rows: Sequence[Row], micro_batch_size: int) -> Iterator[Sequence[Row]]:
