@@ -14,15 +14,15 @@ def evaluate(values: dict) -> None:
     config = ZeroShotConfig.from_dict(values)
     # torch takes seconds to import, so the cheap checks above come first.
     from lmscale.evaluation import zero_shot_job
-
-    if config.count_only:
-        print(*(f"{name} = {number}" for name, number in zero_shot_job.count(config).items()), sep="\n")
-        return
     from lmscale.runtime.launch import launch
 
-    launch(zero_shot_job.evaluate, zero_shot_job.prepare(config), config.parallel.world_size)
+    job = zero_shot_job.prepare(config)
+    if config.count_only:
+        print(*(f"{name} = {number}" for name, number in job.task.counts.items()), sep="\n")
+        return
+    launch(zero_shot_job.evaluate, job, config.parallel.world_size)
     if is_first_rank():
-        print(f"use: {use_model(config.ckpt, 'gpt', tokenizer=config.tokenizer.words())}")
+        print(f"use: {use_model(config.ckpt, job.model.family, tokenizer=config.tokenizer.words())}")
 
 
 if __name__ == "__main__":

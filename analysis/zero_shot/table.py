@@ -27,7 +27,7 @@ def table_3(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
     """Every value of Table 3 with ours, then our measurements without a counterpart in the paper.
 
     A record is `reproduced` if the model's size, its steps, the file and the protocol are the paper's
-    (`evaluation.zero_shot_task.record_kind` decides when it is written). Only such records are placed beside a printed
+    (`evaluation.task.Task.record_kind` decides when it is written). Only such records are placed beside a printed
     value, because perplexities of other files and models are not comparable.
 
     Args:

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,9 +13,7 @@ from analysis.pages.results_page import metric_tables
 from analysis.report.records import add_line, read_records
 from analysis.zero_shot.table import table_3
 from lmscale.config import TransformerConfig
-from lmscale.evaluation.windows import Windows
-from lmscale.evaluation.zero_shot_task import Lambada, WikiText103, record_kind
-from lmscale.paper import GPT_SIZES, STEPS
+from lmscale.paper import GPT_SIZES
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = TransformerConfig("gpt", 3, 24, 4, 301, 64)
@@ -158,35 +155,3 @@ def test_a_paper_size_that_table_3_lacks_is_refused() -> None:
     run = zero_shot_record("lambada", "run", 46.0, gpt("355M"), paper_size="5B")
     with pytest.raises(ValueError, match="`paper_size` must be one of 355M, 2.5B, 8.3B, but is '5B' in x.json"):
         table_3({"x.json": run})
-
-
-def wikitext(num_words: int = 245_566, num_targets: int = 270_329, window: int = 1024, stride: int = 32) -> WikiText103:
-    return WikiText103("wiki", "0", num_words, (), Windows(num_targets, window, stride))
-
-
-def lambada(form: str = "openai", number: int = 5_153) -> Lambada:
-    return Lambada("lambada", "0", form, [None] * number)
-
-
-@pytest.mark.parametrize("task", [wikitext(), lambada(), replace(lambada(), num_truncated=0)])
-def test_the_papers_full_setting_is_a_run(task: WikiText103 | Lambada) -> None:
-    assert record_kind(task, gpt("2.5B"), STEPS) == ("run", "2.5B")
-    assert record_kind(task, gpt("2.5B"), STEPS - 1) == ("scaled_down", "2.5B")
-    assert record_kind(task, SMALL, STEPS) == ("scaled_down", None)
-    assert record_kind(task, replace(gpt("2.5B"), parametrization="mup"), STEPS) == ("scaled_down", "2.5B")
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        wikitext(num_words=217_642),
-        wikitext(num_targets=270_330),  # another tokenizer
-        wikitext(window=512),
-        wikitext(stride=64),
-        lambada(form="original"),
-        lambada(number=2_577),
-        replace(lambada(), num_truncated=1),
-    ],
-)
-def test_any_other_file_or_protocol_is_scaled_down(task: WikiText103 | Lambada) -> None:
-    assert record_kind(task, gpt("8.3B"), STEPS) == ("scaled_down", "8.3B")

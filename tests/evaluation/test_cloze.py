@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,18 +13,31 @@ from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
+from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
-from lmscale.evaluation.cloze import predict_last_words
-from lmscale.evaluation.lambada import Passage, encode_passages, fit_passages, read_passages, stop_word_ids
-from lmscale.evaluation.scoring import vocab_parallel_argmax
-from lmscale.evaluation.zero_shot_task import Lambada
+from lmscale.evaluation.lambada import Answer, Lambada, Passage, encode_passages, read_passages, stop_word_ids
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.parallel import ParallelContext
+from lmscale.parallel.argmax import vocab_parallel_argmax
 from lmscale.text.whole_file import TextFile, read_text_file
 
 WORLD = 4
+
+
+def lambada(passages: list[Passage], banned: Sequence[int] = (), truncate_left: bool = False) -> Lambada:
+    config = LambadaConfig("lambada", "file", truncate_left=truncate_left)
+    return Lambada("file", "0", "other", config, passages, banned)
+
+
+def positions(number: int) -> TransformerConfig:
+    return small_config("gpt", max_position_embeddings=number)
+
+
+def predict_last_words(model, passages: list[Passage], micro_batch_tokens: int, banned=()) -> list[Answer]:
+    task = lambada(passages, banned)
+    return task.answers(task.score(model, micro_batch_tokens))
 
 
 def random_passages(number: int = 53) -> list[Passage]:
@@ -123,6 +137,14 @@ def test_stop_words_are_excluded_only_as_first_token() -> None:
     assert [answer.right_filtered for answer in answers] == [False, True, True, False]  # 4 may come second
 
 
+def test_a_nan_likelihood_raises_with_its_line() -> None:
+    model = random_model(small_config("gpt"), ParallelContext()).eval()
+    with torch.no_grad():
+        model.transformer.word_embedding.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="^the likelihood of every word must be a number, but that of line 1 is nan$"):
+        predict_last_words(model, random_passages(), 40)
+
+
 def test_ties_go_to_the_smallest_id() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0], [float("-inf")] * 3])
     assert vocab_parallel_argmax(logits, ParallelContext()).tolist() == [1, 0]
@@ -161,24 +183,22 @@ def test_a_line_of_another_form_raises_with_its_number(form: str, lines: list[st
 
 def test_a_passage_longer_than_the_positions_raises_with_its_line() -> None:
     fits = Passage(1, (1,) * 12, (5, 6))  # reads 13 tokens
-    assert fit_passages([fits], 13, "file", truncate_left=False) == [fits]
+    assert lambada([fits]).fit(positions(13)).passages == [fits]
     rule = r"at most the model's positions \(13\) long, but file, line 2 has 14 tokens .*; task.truncate_left=true"
     with pytest.raises(ValueError, match=rule):
-        fit_passages([fits, Passage(2, (1,) * 13, (5, 6))], 13, "file", truncate_left=False)
+        lambada([fits, Passage(2, (1,) * 13, (5, 6))]).fit(positions(13))
 
 
 def test_a_long_passage_loses_its_first_tokens_on_request() -> None:
     fits, long = Passage(1, (1,) * 12, (5, 6)), Passage(2, (7, 8, *range(9, 21)), (5, 6, 7))
-    fitted = fit_passages([fits, long], 13, "file", truncate_left=True)
-    assert fitted == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7), 3)]  # the last 11, and 2 of the word, are read
-    task = Lambada("file", "0", "openai", [fits, long])
-    config = LambadaConfig("lambada", "file", truncate_left=True)
-    assert task.fit(13, config).counts["truncated"] == 1
-    assert task.fit(99, config).counts["truncated"] == 0
-    assert task.fit(13, config).counts["longest"] == task.counts["longest"] == 17  # of the file
-    assert "truncated" not in task.fit(99, LambadaConfig("lambada", "file")).counts
+    task = lambada([fits, long], truncate_left=True)
+    fitted = task.fit(positions(13))  # the last 11 tokens, and 2 of the word, are read
+    assert fitted.passages == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7), 3)]
+    assert (fitted.counts["truncated"], task.fit(positions(99)).counts["truncated"]) == (1, 0)
+    assert fitted.counts["longest"] == task.counts["longest"] == 17  # of the file
+    assert "truncated" not in lambada([fits, long]).fit(positions(99)).counts
     with pytest.raises(ValueError, match=r"a word must leave a position .* \(3\) .*, but that of file, line 2 has 4"):
-        fit_passages([Passage(2, (7, 8), (5, 6, 7, 8))], 3, "file", truncate_left=True)
+        lambada([Passage(2, (7, 8), (5, 6, 7, 8))], truncate_left=True).fit(positions(3))
 
 
 @pytest.fixture(scope="session")
@@ -196,6 +216,12 @@ def test_the_published_passages_have_the_known_tokens(shared_data, gpt2: Tokeniz
     assert max(map(len, whole)) == 224
     differ = [p.line for p, ids in zip(passages, whole, strict=True) if [*p.context, *p.word] != ids]
     assert len(differ) == 2
+
+
+@pytest.mark.parametrize("number, split", [(5_153, "test"), (2_577, "other")])
+def test_the_published_file_is_known_by_its_number_of_passages(tmp_path, gpt2: Tokenizer, number, split) -> None:
+    (tmp_path / "file").write_text("two words\n" * number)
+    assert Lambada.read(LambadaConfig("lambada", str(tmp_path / "file"), "original"), gpt2).split == split
 
 
 def test_banned_tokens_are_whole_stop_words(gpt2: Tokenizer) -> None:

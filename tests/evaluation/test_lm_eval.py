@@ -17,10 +17,11 @@ from crafted import save_gpt
 
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
+from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
-from lmscale.evaluation.cloze import _places, predict_last_words
-from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
+from lmscale.evaluation.lambada import Answer, Lambada, Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
+from lmscale.evaluation.scoring import last_places
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, vocab_parallel_logits
@@ -63,6 +64,11 @@ def lm_eval_folder() -> str:
     return folder
 
 
+def predict_last_words(model: torch.nn.Module, passages: list[Passage]) -> list[Answer]:
+    task = Lambada("passages", "0", "other", LambadaConfig("lambada", "passages"), passages)
+    return task.answers(task.score(model, 8192))
+
+
 def learn(model: torch.nn.Module, passages: list[Passage], enough: int) -> int:
     """Train until so many of the passages' words are right; how many are."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -70,14 +76,14 @@ def learn(model: torch.nn.Module, passages: list[Passage], enough: int) -> int:
     right = 0
     for _ in range(60):
         for batch in batches:
-            tokens, rows, columns, targets = _places(batch)
+            tokens, rows, columns, targets = last_places([(passage.read, passage.word) for passage in batch])
             hidden = model.transformer(tokens)[rows, columns]
             weight = model.transformer.word_embedding.weight
             logits = vocab_parallel_logits(hidden, weight, None, model.config.vocab_size, model.context)
             torch.nn.functional.cross_entropy(logits, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        right = sum(answer.right for answer in predict_last_words(model, passages, 8192))
+        right = sum(answer.right for answer in predict_last_words(model, passages))
         if right >= enough:
             break
     with torch.no_grad():  # the padded rows have had no gradient and are zero still
@@ -101,7 +107,7 @@ def test_lm_eval_gives_the_same_likelihoods_and_words(shared_data, tmp_path, lm_
     passages = encode_passages(read_passages(file, "openai"), tokenizer)
     checkpoint = crafted_checkpoint(tmp_path / "ours", tokenizer, passages)
     published = export_hugging_face(checkpoint, tmp_path / "published")
-    ours = predict_last_words(load_model(checkpoint, ParallelContext()).model, passages, 8192)
+    ours = predict_last_words(load_model(checkpoint, ParallelContext()).model, passages)
     assert sum(answer.right for answer in ours) >= 50
 
     (tmp_path / "tasks").mkdir()

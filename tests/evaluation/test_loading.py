@@ -23,7 +23,7 @@ from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, choose_tokenizer, train_tokenizer
 from lmscale.evaluation import ranks
 from lmscale.evaluation.loading import (
-    check_gpt,
+    check_model,
     describe_checkpoint,
     load_model,
     load_requested_tokenizer,
@@ -224,12 +224,12 @@ def test_a_model_may_have_more_ids_than_the_tokenizer_of_its_run(tmp_path) -> No
     tokenizer = trained(300)
     config = small_config("gpt", vocab_size=tokenizer.vocab_size + 33, vocab_multiple=1024)
     path = save_gpt(tmp_path / "ours", gpt(config), tokenizer)
-    model, found = check_gpt(GenerateConfig(ckpt=str(path), prompt="x"))
+    model, found = check_model(GenerateConfig(ckpt=str(path), prompt="x"))
     assert (model.vocab_size, found.fingerprint) == (config.vocab_size, tokenizer.fingerprint)
     published = export_hugging_face(path, tmp_path / "published")
     back = import_hugging_face(published, tmp_path / "back")
     for folder in (published, back):
-        model, found = check_gpt(GenerateConfig(ckpt=str(folder), prompt="x"))
+        model, found = check_model(GenerateConfig(ckpt=str(folder), prompt="x"))
         assert (model.vocab_size, found.inner.get_vocab()) == (config.vocab_size, tokenizer.inner.get_vocab())
 
 

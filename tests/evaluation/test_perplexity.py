@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,10 +13,8 @@ from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
 
 from lmscale.evaluation.loading import load_model
-from lmscale.evaluation.perplexity import measure_losses, perplexity
-from lmscale.evaluation.windows import Windows
-from lmscale.evaluation.zero_shot_job import _wikitext_metrics
-from lmscale.evaluation.zero_shot_task import WikiText103
+from lmscale.evaluation.task import perplexity
+from lmscale.evaluation.wikitext103 import WikiText103
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.parallel import ParallelContext
 
@@ -28,8 +27,8 @@ def stream(num_tokens: int, vocab_size: int = 99) -> list[int]:
 
 
 def context_of(target: int, window: int, stride: int) -> int:
-    """The first token that is read for a target, said in another way than `Windows` does: the window grows at the start
-    of the text and then jumps by `stride` as soon as the target no longer fits."""
+    """The first token that is read for a target, said in another way than `WikiText103` does: the window grows at the
+    start of the text and then jumps by `stride` as soon as the target no longer fits."""
     first = 0
     while target >= first + window:
         first += stride
@@ -46,9 +45,12 @@ def brute_force(model, tokens: list[int], window: int, stride: int) -> list[floa
     return losses
 
 
+def wikitext(tokens: Sequence[int], window: int, stride: int) -> WikiText103:
+    return WikiText103("wiki", "0", "other", 4, tokens, window, stride)
+
+
 def losses_of(model, tokens: list[int], window: int, stride: int, micro_batch_tokens: int = 40) -> list[float]:
-    windows = Windows(len(tokens) - 1, window, stride)
-    return measure_losses(model, tokens, windows, micro_batch_tokens).tolist()
+    return [loss for (loss,) in wikitext(tokens, window, stride).score(model, micro_batch_tokens)]
 
 
 COMPLETEP = {"parametrization": "completep", "base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
@@ -67,9 +69,8 @@ def test_the_loss_of_a_text_is_the_sum_over_single_tokens(window: int, stride: i
 @pytest.mark.parametrize("num_targets", [1, 2, 12, 13, 14, 17, 18, 19, 100])
 @pytest.mark.parametrize("window, stride", SHAPES)
 def test_windows_score_every_target_once_with_the_longest_context(num_targets: int, window: int, stride: int) -> None:
-    windows = Windows(num_targets, window, stride)
-    scored = []
-    for first, num_read, num_scored in (windows[index] for index in range(len(windows))):
+    task, scored = wikitext(range(num_targets + 1), window, stride), []
+    for first, num_read, num_scored in map(task.window_at, range(task.counts["windows"])):
         assert 1 <= num_scored <= num_read <= window
         scored += [(target, first) for target in range(first + num_read - num_scored, first + num_read)]
     assert scored == [(target, context_of(target, window, stride)) for target in range(num_targets)]
@@ -77,12 +78,12 @@ def test_windows_score_every_target_once_with_the_longest_context(num_targets: i
 
 def test_a_text_without_targets_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 tokens, but has 1"):
-        Windows(0, 5, 2)
+        wikitext([7], 5, 2)
 
 
 def test_window_counts_of_published_texts_equal_megatrons_and_the_papers() -> None:
-    validation, test = Windows(236_891, 1024, 32), Windows(270_329, 1024, 32)
-    assert (len(validation), validation.num_megatron, test.num_megatron) == (7_372, 7_403, 8_448)
+    validation, test = (wikitext(range(num_targets + 1), 1024, 32).counts for num_targets in (236_891, 270_329))
+    assert (validation["windows"], validation["windows_megatron"], test["windows_megatron"]) == (7_372, 7_403, 8_448)
 
 
 def test_the_perplexity_of_a_uniform_model_has_a_closed_form() -> None:
@@ -104,8 +105,8 @@ def test_an_infinite_perplexity_is_not_an_error() -> None:
 
 
 def test_the_formulas_equal_the_papers_and_its_codes() -> None:
-    task = WikiText103("wiki", "0", num_words=4, tokens=(), windows=Windows(5, 13, 5))
-    found = {name: entry["value"] for name, entry in _wikitext_metrics(task, [2.0, 3.5, 0.25]).items()}
+    task = wikitext(range(6), 13, 5)  # of four words
+    found = {name: value for name, (value, _) in task.metrics([[2.0], [3.5], [0.25]]).items()}
     assert found["wikitext103/perplexity"] == math.exp(5.75 / 4)
     as_in_code = math.exp(5.75 / 5 * (5 / 3))  # loss a target, times targets a word less one
     assert found["wikitext103/perplexity_megatron"] == pytest.approx(as_in_code, rel=1e-14)

@@ -5,15 +5,14 @@ import pytest
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import WikiText103Config
 from lmscale.data.tokenizer import load_published_tokenizer
-from lmscale.evaluation.wikitext import count_words, detokenize
-from lmscale.evaluation.zero_shot_task import check_complete, read_task
-from lmscale.text.whole_file import read_text_file
+from lmscale.evaluation.task import read_complete_file
+from lmscale.evaluation.wikitext103 import WikiText103, count_words, detokenize
 
 
 def test_the_validation_file_has_the_published_counts(shared_data) -> None:
     tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
     path = str(shared_data / "wikitext" / "wikitext-103.wiki.valid.tokens")
-    task = read_task(WikiText103Config("wikitext103", path), tokenizer)
+    task = WikiText103.read(WikiText103Config("wikitext103", path), tokenizer)
     assert task.counts == {
         "T_o": 217_642,
         "T": 236_891,
@@ -60,4 +59,4 @@ def test_a_file_that_would_change_the_counts_raises(tmp_path, data: bytes, messa
     path = tmp_path / "file.tokens"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"`task.path`.*{message}"):
-        check_complete(read_text_file(path, "task.path"))
+        read_complete_file(path)

@@ -1,7 +1,7 @@
 """The configuration of a zero-shot evaluation: the typed form of `conf/zero_shot.yaml`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Union
 
 from .checks import Accelerator, Checked, PathText, Positive, refuse, require
 from .from_dict import EntryConfig, build
@@ -11,11 +11,23 @@ from .training import PrecisionConfig
 
 
 @dataclass(frozen=True)
-class WikiText103Config(Checked):
-    """`task=wikitext103`: perplexity of the words of a WikiText file.
+class TaskConfig(Checked):
+    """The keys of every task.
 
     Args:
         name: of the task.
+        path: its file.
+    """
+
+    name: str
+    path: PathText
+
+
+@dataclass(frozen=True)
+class WikiText103Config(TaskConfig):
+    """`task=wikitext103`: perplexity of the words of a WikiText file.
+
+    Args:
         path: the published tokenized file (`wiki.test.tokens`), complete and unchanged.
         stride: targets that each window adds; the paper's overlap.
         window: tokens of the model's input.
@@ -23,8 +35,6 @@ class WikiText103Config(Checked):
     Source: appendix E.
     """
 
-    name: str
-    path: PathText
     stride: Positive = 32
     window: Positive = 1024
 
@@ -37,11 +47,10 @@ class WikiText103Config(Checked):
 
 
 @dataclass(frozen=True)
-class LambadaConfig(Checked):
+class LambadaConfig(TaskConfig):
     """`task=lambada`: accuracy on the last words of passages.
 
     Args:
-        name: of the task.
         path: the passages, one per line.
         form: of the file, `openai` (JSON lines of written text) or `original` (lower case, tokenized).
         stop_word_filter: report also the accuracy where no stop word may be the first token of an answer.
@@ -51,14 +60,16 @@ class LambadaConfig(Checked):
     Source: section 5.2.
     """
 
-    name: str
-    path: PathText
     form: Literal["openai", "original"] = "openai"
     stop_word_filter: bool = False
     truncate_left: bool = False
 
 
-TASKS = {"wikitext103": WikiText103Config, "lambada": LambadaConfig}
+# The keys of each task, and the class that reads and scores it.
+TASKS = {
+    "wikitext103": (WikiText103Config, "lmscale.evaluation.wikitext103:WikiText103"),
+    "lambada": (LambadaConfig, "lmscale.evaluation.lambada:Lambada"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class ZeroShotConfig(EntryConfig):
     """
 
     run_dir: str
-    task: WikiText103Config | LambadaConfig
+    task: Union[*(keys for keys, _ in TASKS.values())]
     ckpt: PathText | None = None
     count_only: bool = False
     micro_batch_tokens: Positive = 8192
@@ -109,5 +120,5 @@ class ZeroShotConfig(EntryConfig):
         task = values.get("task")
         if not isinstance(task, dict) or task.get("name") not in [*TASKS]:  # it may be a list
             refuse("task", f"one of {', '.join(TASKS)}", task)
-        task = build(TASKS[task["name"]], task, "task.")
+        task = build(TASKS[task["name"]][0], task, "task.")
         return super().from_dict(values | {"task": task})

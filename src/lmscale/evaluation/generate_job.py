@@ -20,7 +20,7 @@ from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..text.formats import UnreadableError, plain_bytes
 from .generation import Display, Generator, as_json, in_batches
-from .loading import DTYPES, check_gpt, load_model
+from .loading import DTYPES, check_model, load_model
 from .prompts import Prompt, PromptReader, Row, read_prompts
 from .ranks import RankPlace, run_on_rank
 
@@ -44,9 +44,9 @@ def prepare(config: GenerateConfig) -> GenerateJob:
     """Check everything that does not need the weights.
 
     Raises:
-        ValueError: see `check_gpt`; a prompt cannot be used; or `out` exists or cannot be created.
+        ValueError: see `check_model`; a prompt cannot be used; or `out` exists or cannot be created.
     """
-    model, tokenizer = check_gpt(config)
+    model, tokenizer = check_model(config)
     reader = PromptReader(tokenizer, model, config.max_new_tokens, config.num_samples)
     if config.out is not None:
         _check_out(Path(config.out))

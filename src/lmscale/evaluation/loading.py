@@ -88,21 +88,22 @@ def load_model(
     return load(folder, context, dtype, device, ranks)
 
 
-def check_gpt(
-    config: GenerateConfig | ZeroShotConfig, checks_ranks: bool = True
+def check_model(
+    config: GenerateConfig | ZeroShotConfig, needs_causal: bool = True, checks_ranks: bool = True
 ) -> tuple[TransformerConfig, Tokenizer]:
     """Return the model configuration and the tokenizer of an evaluation; of the weights only the sizes are read.
 
     Args:
+        needs_causal: refuse a model that does not predict the next token.
         checks_ranks: check also that the ranks of the configuration can run the model.
 
     Raises:
-        ValueError: the checkpoint is missing, damaged or not a GPT, or `tp_size` does not divide it; the tokenizer is
-            missing or not the model's; or there is no GPU.
+        ValueError: the checkpoint is missing, damaged or of another family, or `tp_size` does not divide it; the
+            tokenizer is missing or not the model's; or there is no GPU.
     """
     requested = load_requested_tokenizer(config.tokenizer)
     model, folder = describe_checkpoint(config.ckpt)
-    if not family_of(model.family).is_causal:
+    if needs_causal and not family_of(model.family).is_causal:
         kind = model.family.upper()
         raise ValueError(
             f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a {kind}; finetune/run.py "

@@ -1,7 +1,6 @@
 """One zero-shot evaluation, from its configuration to its record: checks before the ranks start, and work per rank."""
 
 import json
-import math
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -12,18 +11,16 @@ from typing import Any
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..config.zero_shot import ZeroShotConfig
+from ..config import TransformerConfig
+from ..config.family import load
+from ..config.zero_shot import TASKS, ZeroShotConfig
 from ..results import check_no_record, new_record, write_record
-from .cloze import Answer, predict_last_words
-from .lambada import stop_word_ids
-from .loading import DTYPES, LoadedModel, check_gpt, load_model, load_requested_tokenizer
-from .perplexity import measure_losses, perplexity
+from .loading import DTYPES, LoadedModel, check_model, load_model, load_requested_tokenizer
 from .ranks import RankPlace, run_on_rank
-from .zero_shot_task import Lambada, WikiText103, read_task, record_kind
+from .task import Metrics, Task
 
 RECORD, ANSWERS = "record.json", "answers.jsonl"
 PROGRESS_INTERVAL_S = 30.0
-Metrics = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,43 +28,36 @@ class ZeroShotJob:
     """The data sent to every rank; all files have been read.
 
     Args:
-        banned: ids excluded as the first token of an answer; empty without the stop-word filter.
+        model: of the checkpoint; None if items are counted without one.
     """
 
     config: ZeroShotConfig
-    task: WikiText103 | Lambada
+    task: Task
     tokenizer: dict[str, Any]
-    banned: list[int]
+    model: TransformerConfig | None
 
 
 def prepare(config: ZeroShotConfig) -> ZeroShotJob:
-    """Check everything that does not need the weights.
+    """Read the task, and check everything else that does not need the weights.
 
     Raises:
-        ValueError: the run folder has a record; see `check_gpt`; the file cannot be scored; or windows are longer than
-            the model's positions.
+        ValueError: the run folder has a record and the items are to be scored; see `check_model`; there is no
+            tokenizer; or the file cannot be scored, or not by this model.
     """
-    check_no_record(config.run_dir)
-    model, tokenizer = check_gpt(config)
-    task = read_task(config.task, tokenizer).fit(model.max_position_embeddings, config.task)
-    banned = stop_word_ids(tokenizer) if isinstance(task, Lambada) and config.task.stop_word_filter else []
-    about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
-    return ZeroShotJob(config, task, about, banned)
-
-
-def count(config: ZeroShotConfig) -> dict[str, int]:
-    """Return the counts of what would be scored; of a checkpoint only sizes and tokenizer are read.
-
-    Raises:
-        ValueError: there is no tokenizer, the file cannot be scored, or the checkpoint could not score it.
-    """
+    task_class, model = load(TASKS[config.task.name][1]), None
+    if not config.count_only:
+        check_no_record(config.run_dir)
     if config.ckpt is not None:
-        model, tokenizer = check_gpt(config, checks_ranks=False)
-        return read_task(config.task, tokenizer).fit(model.max_position_embeddings, config.task).counts
-    tokenizer = load_requested_tokenizer(config.tokenizer)
-    if tokenizer is None:
-        raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
-    return read_task(config.task, tokenizer).counts
+        model, tokenizer = check_model(config, task_class.needs_causal, checks_ranks=not config.count_only)
+    else:
+        tokenizer = load_requested_tokenizer(config.tokenizer)
+        if tokenizer is None:
+            raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
+    task = task_class.read(config.task, tokenizer)
+    if model is not None:
+        task = task.fit(model)
+    about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
+    return ZeroShotJob(config, task, about, model)
 
 
 @record
@@ -86,58 +76,21 @@ def _evaluate(job: ZeroShotJob, place: RankPlace) -> int:
         print(f"checkpoint {loaded.path}: {loaded.checkpoint_id}, step {loaded.step}")
         print(f"tokenizer {job.tokenizer['sha256'][:16]}, {job.tokenizer['vocab_size']} ids")
         print(f"{config.task.name}, {task.file_name} ({task.split}): {counts}", flush=True)
-    on_batch = _Progress(config.task.name, place)
-    answers = []
-    if isinstance(task, Lambada):
-        answers = predict_last_words(loaded.model, task.passages, config.micro_batch_tokens, job.banned, on_batch)
-        metrics = _lambada_metrics(task, answers, with_filter=config.task.stop_word_filter)
-    else:
-        losses = measure_losses(loaded.model, task.tokens, task.windows, config.micro_batch_tokens, on_batch)
-        metrics = _wikitext_metrics(task, losses.tolist())
+    scores = task.score(loaded.model, config.micro_batch_tokens, _Progress(config.task.name, place))
     if ranks.is_first:
-        metrics["evaluation_time"] = {"value": time.monotonic() - began, "unit": "s"}
-        for name, entry in metrics.items():
-            print(f"{name} = {entry['value']:.10g} {entry['unit']}")
-        _write(job, loaded, metrics, answers, device, started)
+        metrics = task.metrics(scores) | {"evaluation_time": (time.monotonic() - began, "s")}
+        for name, (value, unit) in metrics.items():
+            print(f"{name} = {value:.10g} {unit}")
+        _write(job, loaded, metrics, task.answers(scores), device, started)
     return 0
 
 
-def _wikitext_metrics(task: WikiText103, losses: list[float]) -> Metrics:
-    loss_sum, num_targets = math.fsum(losses), task.windows.num_targets
-    return {
-        "wikitext103/perplexity": {"value": perplexity(loss_sum, task.num_words), "unit": "exp(loss / T_o)"},
-        "wikitext103/perplexity_megatron": {
-            "value": perplexity(loss_sum, task.num_words - 1),
-            "unit": "exp(loss / (T_o - 1))",
-        },
-        "wikitext103/perplexity_token": {"value": perplexity(loss_sum, num_targets), "unit": "exp(loss / T)"},
-        "wikitext103/loss": {"value": loss_sum / num_targets, "unit": "nats/token"},
-    } | {f"wikitext103/{name}": {"value": number, "unit": "count"} for name, number in task.counts.items()}
-
-
-def _lambada_metrics(task: Lambada, answers: list[Answer], with_filter: bool) -> Metrics:
-    name, number = f"lambada_{task.form}", len(answers)
-    shares = {
-        "accuracy_last_word": sum(answer.right for answer in answers),
-        "accuracy_last_token": sum(answer.last_token_right for answer in answers),
-    }
-    if with_filter:
-        shares["accuracy_last_word_no_stop_words"] = sum(answer.right_filtered for answer in answers)
-    loss_sum = -sum(answer.log_likelihood for answer in answers)
-    return (
-        {f"{name}/{share}": {"value": 100 * right / number, "unit": "%"} for share, right in shares.items()}
-        | {f"{name}/perplexity_last_word": {"value": perplexity(loss_sum, number), "unit": "exp(nats/word)"}}
-        | {f"{name}/right": {"value": shares["accuracy_last_word"], "unit": "count"}}
-        | {f"{name}/{key}": {"value": value, "unit": "count"} for key, value in task.counts.items()}
-    )
-
-
 def _write(
-    job: ZeroShotJob, loaded: LoadedModel, metrics: Metrics, answers: list[Answer], device: torch.device, started: float
+    job: ZeroShotJob, loaded: LoadedModel, metrics: Metrics, answers: list[Any], device: torch.device, started: float
 ) -> None:
-    """Write the record, and for LAMBADA one line of JSON per answer, in file order."""
+    """Write the record, and one line of JSON per answer, in file order."""
     folder, task = Path(job.config.run_dir), job.task
-    kind, paper_size = record_kind(task, loaded.model.config, loaded.step)
+    kind, paper_size = task.record_kind(loaded.model.config, loaded.step)
     about = {
         "zero_shot": job.config.to_dict(),
         "model": loaded.model.config.to_dict(),
@@ -145,10 +98,11 @@ def _write(
         "checkpoint": {"path": str(loaded.path), "id": loaded.checkpoint_id, "step": loaded.step},
         "tokenizer": job.tokenizer,
         "file": {"name": task.file_name, "sha256": task.file_sha256, "split": task.split},
-        "detokenizer": "megatron_v1" if isinstance(task, WikiText103) else "none",
+        "detokenizer": task.detokenizer,
     }
     layout = asdict(job.config.parallel) | {"threads_per_rank": torch.get_num_threads()}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    metrics = {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()}
     result = new_record(
         f"zero_shot_{job.config.task.name}", kind, about, None, metrics, device=name, layout=layout, started=started
     )
