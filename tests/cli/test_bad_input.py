@@ -294,7 +294,7 @@ class Imported(ModuleType):
     ("script", "first", "overrides"),
     [
         ("src/train.py", "training.pretrain", TINY),
-        ("finetune/run.py", "checkpoint.model_tensors", ("task=qqp", "task.train=finetune", "ckpt=finetune")),
+        ("finetune/run.py", "checkpoint", ("task=qqp", "task.train=finetune", "ckpt=finetune")),
     ],
 )
 @pytest.mark.parametrize(
