@@ -246,9 +246,7 @@ def transformers_answers(folder: Path, rows: list[dict], tokenizer: Tokenizer) -
 
 def test_plain_transformers_code_gives_the_same_answers_for_the_exported_model(tmp_path) -> None:
     texts = ["she said that the cat sat on the mat and he said no", "no cat sat on that mat , she said to the man"] * 5
-    inner = train_tokenizer(texts, "gpt", 290, "size")
-    inner.encode_special_tokens = True
-    tokenizer = Tokenizer(inner)
+    tokenizer = Tokenizer(train_tokenizer(texts, "gpt", 290, "size"))
     rows = [{"text": text[: 19 + 2 * i].rsplit(" ", 1)[0]} for i, text in enumerate(texts)]
     config = small_config("gpt", vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
     model = random_model(config, ParallelContext()).eval()

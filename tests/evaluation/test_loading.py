@@ -43,9 +43,7 @@ TEXTS = ["some text to fit a tokenizer, one, two, three and more words of many k
 
 
 def trained(vocab_size: int) -> Tokenizer:
-    inner = train_tokenizer(TEXTS, "gpt", vocab_size, "size")
-    inner.encode_special_tokens = True
-    return Tokenizer(inner)
+    return Tokenizer(train_tokenizer(TEXTS, "gpt", vocab_size, "size"))
 
 
 def saved_tokenizer(path: Path) -> Tokenizer | None:

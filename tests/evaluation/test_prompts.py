@@ -13,9 +13,7 @@ from lmscale.evaluation.prompts import Prompt, PromptReader, Row, read_prompts
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    inner = train_tokenizer(["a small text, and a small text again: αβγ 漢字"] * 3, "gpt", 300, "vocab_size")
-    inner.encode_special_tokens = True
-    return Tokenizer(inner)
+    return Tokenizer(train_tokenizer(["a small text, and a small text again: αβγ 漢字"] * 3, "gpt", 300, "vocab_size"))
 
 
 def read_one(tokenizer: Tokenizer, text: str, max_new_tokens: int | None = 4, positions: int = 24) -> Prompt:

@@ -27,9 +27,7 @@ def make_task(name: str, **changes) -> TaskConfig:
 
 def make_tokenizer() -> Tokenizer:
     """A WordPiece of the examples' words."""
-    inner = train_tokenizer([" ".join(WORDS) + ' ? , . " _ 0123456789'] * 3, "bert", 200, "vocab_size")
-    inner.encode_special_tokens = True
-    return Tokenizer(inner)
+    return Tokenizer(train_tokenizer([" ".join(WORDS) + ' ? , . " _ 0123456789'] * 3, "bert", 200, "vocab_size"))
 
 
 def sentence(number: int, length: int) -> str:

@@ -172,7 +172,6 @@ class SentenceEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.inner.to_str()))
-        self._tokenizer.inner.encode_special_tokens = True
         self._tokenizer.inner.add_tokens([tokenizers.AddedToken(_MARK, normalized=False)])
         self._mark_id = self._tokenizer.id_of(_MARK)
 

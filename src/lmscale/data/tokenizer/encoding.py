@@ -28,6 +28,9 @@ class Tokenizer:
 
     inner: tokenizers.Tokenizer
 
+    def __post_init__(self) -> None:
+        self.inner.encode_special_tokens = True
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, including special tokens; a vocabulary file may have gaps."""
@@ -115,9 +118,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Raises:
         ValueError: it is missing or damaged.
     """
-    inner = read_whole(path)
-    inner.encode_special_tokens = True
-    return Tokenizer(inner)
+    return Tokenizer(read_whole(path))
 
 
 def write_tokenizer(inner: tokenizers.Tokenizer, path: Path) -> None:

@@ -11,7 +11,7 @@ from ...config.data import TokenizerConfig
 from ...config.family import CorpusForm, corpus_forms, family_of
 from .encoding import Tokenizer, read_tokenizer, write_tokenizer
 from .published import read_published
-from .training import NUM_BYTES, TRAINING_VERSION, too_small, train_tokenizer
+from .training import TRAINING_VERSION, check_bpe_size, train_tokenizer
 
 DEFAULT_VOCAB_SIZE = 2000
 
@@ -64,7 +64,6 @@ def load_published_tokenizer(config: TokenizerConfig, family: str | None = None)
     # A published tokenizer.json may truncate or pad to one model's length; documents must stay whole.
     inner.no_truncation()
     inner.no_padding()
-    inner.encode_special_tokens = True
     return Tokenizer(inner)
 
 
@@ -76,8 +75,8 @@ def check_tokenizer(config: TokenizerConfig, family: str) -> None:
             small for all bytes.
     """
     size, form = config.vocab_size, family_of(family).corpus
-    if config.kind == "trained" and form.algorithm == "bpe" and size is not None and size <= NUM_BYTES:
-        raise ValueError(too_small("tokenizer.vocab_size", size))
+    if config.kind == "trained" and form.algorithm == "bpe" and size is not None:
+        check_bpe_size("tokenizer.vocab_size", size)
     if config.kind != "trained" and config.kind != form.tokenizer:
         raise ValueError(
             f"`tokenizer` must suit the model ({form.name}), but is {config.kind}; {form.tokenizer} and trained do"

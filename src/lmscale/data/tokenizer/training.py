@@ -5,6 +5,7 @@ from collections import Counter
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from ...config.checks import refuse
 from ...config.family import family_of
 from .published import BERT_SPECIALS, END_OF_TEXT, UNKNOWN, byte_level, frame_inputs, wordpiece
 
@@ -28,10 +29,15 @@ def train_tokenizer(texts: list[str], family: str, vocab_size: int, key: str) ->
     return _TRAINERS[family_of(family).corpus.algorithm](texts, vocab_size, key)
 
 
+def check_bpe_size(key: str, vocab_size: int) -> None:
+    """Refuse a byte-level BPE that has no id left for its first merge."""
+    if vocab_size <= NUM_BYTES:
+        refuse(key, f"above {NUM_BYTES} (all bytes and {END_OF_TEXT})", vocab_size)
+
+
 def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if vocab_size <= NUM_BYTES:
-        raise ValueError(too_small(key, vocab_size))
+    check_bpe_size(key, vocab_size)
     tokenizer = byte_level(models.BPE())
     # The library reserves memory for the size: each merge shortens a text, so there are no more than bytes.
     most = NUM_BYTES + 1 + sum(len(text.encode("utf-8", "replace")) for text in texts)
@@ -43,11 +49,6 @@ def _train_bpe(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokeni
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def too_small(key: str, vocab_size: int) -> str:
-    """Message for a byte-level BPE that has no id left for its first merge."""
-    return f"`{key}` must be above {NUM_BYTES} (all bytes and {END_OF_TEXT}), but is {vocab_size}"
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.Tokenizer:
@@ -86,9 +87,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int, key: str) -> tokenizers.
     pieces = [("##" if code[0] >= chr(0x100000) else "") + "".join(plain[c] for c in code) for code in codes]
     vocab = {piece: i for i, piece in enumerate((*BERT_SPECIALS, *pieces))}
     if len(vocab) > vocab_size:
-        raise ValueError(
-            f"`{key}` must be at least {len(vocab)} (special tokens and the corpus's letters), but is {vocab_size}"
-        )
+        refuse(key, f"at least {len(vocab)} (special tokens and the corpus's letters)", vocab_size)
     rest = sorted(forms.keys() - vocab.keys(), key=lambda form: (-forms[form], form))[: vocab_size - len(vocab)]
     vocab |= {form: i for i, form in enumerate(rest, start=len(vocab))}
     tokenizer = wordpiece(models.WordPiece(vocab, unk_token=UNKNOWN))
