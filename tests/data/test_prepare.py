@@ -222,9 +222,9 @@ def test_unigram_cross_entropy_by_hand() -> None:
 
 
 def test_the_embedded_corpus_has_a_unigram_cross_entropy() -> None:
-    documents, missing = embedded_documents()
+    documents, facts = embedded_documents()
     assert sum(map(len, documents)) > 1_500_000
-    assert len(missing) < 0.1 * len(MODULES)
+    assert len(facts["missing_modules"]) < 0.1 * len(MODULES)
     assert all(text.strip() for text in documents)
     prepared = prepare_corpus(DataConfig("embedded", 128), TokenizerConfig("trained", vocab_size=600), "gpt", None)
     assert prepared.vocab_size == 600

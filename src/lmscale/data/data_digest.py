@@ -45,5 +45,4 @@ def digest_text(digest: int) -> str:
 
 def digest_number(text: str) -> int:
     """Parse `digest_text` to a signed 64-bit number."""
-    number = int(text, 16)
-    return number - 2**64 if number >= 2**63 else number
+    return (int(text, 16) + 2**63) % 2**64 - 2**63

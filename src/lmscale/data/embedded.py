@@ -43,8 +43,8 @@ MODULES = tuple(
 )
 
 
-def embedded_documents() -> tuple[list[str], list[str]]:
-    """Return the documents of the embedded corpus in a fixed order, and the listed modules missing from this Python.
+def embedded_documents() -> tuple[list[str], dict[str, list[str]]]:
+    """Return the documents of the embedded corpus in a fixed order, and the `missing_modules` that this Python lacks.
 
     A document is one topic of the language reference, or all docstrings of one module, each after its qualified name.
     """
@@ -59,7 +59,7 @@ def embedded_documents() -> tuple[list[str], list[str]]:
             documents.append(text)
         else:
             missing.append(name)
-    return documents, missing
+    return documents, {"missing_modules": missing}
 
 
 def embedded_fingerprint() -> str:
@@ -75,10 +75,7 @@ def embedded_fingerprint() -> str:
 
 def _source_of(module: str) -> Path | None:
     stem = STANDARD_LIBRARY.joinpath(*module.split("."))
-    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
-        if path.is_file():
-            return path
-    return None
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
 def _docstrings(source: str, module: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.checks import refuse
 from ..config.data import DataConfig
 from ..text.documents import FileReport, ReadRules, read_documents, read_file, reason_of
 from ..text.formats import row_of
@@ -49,7 +50,7 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
             are raised by `read`: no document, and those of `read_file`.
     """
     if config.kind == "embedded":
-        return Corpus(embedded_fingerprint(), _read_embedded)
+        return Corpus(embedded_fingerprint(), embedded_documents)
     if config.kind == "huggingface":
         return _open_dataset(config)
     files = list_files(Path(getattr(config, key)), f"data.{key}")
@@ -59,11 +60,6 @@ def open_corpus(config: DataConfig, key: str = "path") -> Corpus:
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     skipped = f"data.{key}: {files.skipped}" if files.skipped else ""
     return Corpus(fingerprint, lambda: _read_files(files, hashes, config, key), skipped)
-
-
-def _read_embedded() -> Documents:
-    texts, missing = embedded_documents()
-    return texts, {"missing_modules": missing}
 
 
 def _sha256(file: Path) -> str:
@@ -115,10 +111,7 @@ def load_dataset(key: str, name: str, subset: str | None, split: str) -> Any:
 def _open_dataset(config: DataConfig) -> Corpus:
     dataset = load_dataset("data.name", config.name, config.subset, config.split)
     if config.text_field not in dataset.column_names:
-        raise ValueError(
-            f"`data.text_field` must be one of the dataset's columns {dataset.column_names}, "
-            f"but is {config.text_field!r}"
-        )
+        refuse("data.text_field", f"one of the dataset's columns {dataset.column_names}", config.text_field)
 
     def read() -> Documents:
         report, field = FileReport(f"`data.name` {config.name}"), config.text_field
