@@ -21,7 +21,7 @@ from .search import (
     rank_on_machine,
     suggest_layout,
 )
-from .workload import STAND_IN_VOCAB_SIZE, Workload, divisors, layout_at, model_sizes, stage_numbers
+from .workload import STAND_IN_VOCAB_SIZE, Workload, divisors, layout_at, model_sizes, no_size_fits, stage_numbers
 
 _HALF = ("bf16", "fp16")
 
@@ -175,13 +175,10 @@ def _resolve_layout(question: PlanConfig, job: Workload) -> Layout:
     layouts = [each for each in layouts if divides(job, each) and each.world_size <= machine.num_devices]
     candidates = [(each, layout) for each in _jobs_to_try(question, job) for layout in layouts]
     found = first_that_fits(candidates, machine.usable_bytes)
-    if found is not None:
-        return found[1]
-    name, tried = ("pp_size", "layout") if request.num_stages == "auto" else ("tp_size", "power of two")
-    raise ValueError(
-        f"no {name} fits (`parallel.{name}`=auto): no {tried} that divides the model suits the batch and fits; "
-        f"{suggest_layout(job, layout_at(job, request, 1, 1, machine.num_devices), machine)}"
-    )
+    if found is None:
+        near = suggest_layout(job, layout_at(job, request, 1, 1, machine.num_devices), machine)
+        raise no_size_fits(request, f"that divides the model suits the batch and fits; {near}")
+    return found[1]
 
 
 def _check_all_are_used(question: PlanConfig, layout: Layout) -> None:

@@ -159,6 +159,12 @@ def model_sizes(
     return sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]))
 
 
+def no_size_fits(request: ParallelConfig, why: str) -> ValueError:
+    """The refusal of sizes that are `auto`; `why` begins with what is true of no layout or `tp_size` that was tried."""
+    name, tried = ("pp_size", "layout") if request.num_stages == "auto" else ("tp_size", "power of two")
+    return ValueError(f"no {name} fits (`parallel.{name}`=auto): no {tried} {why}")
+
+
 def stage_numbers(job: Workload) -> list[int]:
     """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers."""
     most = 1 if job.config.traits.transformer_inputs is None else job.config.num_layers

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import BatchConfig, Layout, TransformerConfig
+from ..config.checks import refuse
 from ..config.finetune import FinetuneConfig
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.model import ModelConfig
 from ..config.pretrain import RunConfig
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
-from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, with_other_stages
+from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, no_size_fits, with_other_stages
 from ..runtime.machine import host_memory_available, usable_cores
 from ..runtime.world import World
 from ..shared_files import check_sockets
@@ -79,22 +80,17 @@ def choose_layout(request: ParallelConfig, workload: Workload, world: World | No
             return request.layout(tp_size=tp_size, pp_size=pp_size, dp_size=max(1, devices // (tp_size * pp_size)))
         return layout_at(workload, request, tp_size, pp_size, devices)
 
+    sizes = model_sizes(workload, request.tp_size, request.num_stages, request.pad_heads)
+    layout = fewest = at(*sizes[0])
     if "auto" in (request.tp_size, request.num_stages):
         memory = device_memory(on_gpu)
-        sizes = model_sizes(workload, request.tp_size, request.num_stages, request.pad_heads)
-        fewest = at(*sizes[0])
         usable = usable_bytes(memory, on_gpu, _sharing(workload, fewest, world))
         found = first_that_fits([(workload, at(*size)) for size in sizes], usable)
         # If lmscale starts the ranks on this host, more ranks need more of its memory, never less.
         if found is None or (not on_gpu and world is None and found[1].world_size > fewest.world_size):
-            name, tried = ("pp_size", "layout") if request.num_stages == "auto" else ("tp_size", "power of two")
-            raise ValueError(
-                f"no {name} fits (`parallel.{name}`=auto): no {tried} divides the model and fits the "
-                f"{memory / 2**30:.1f} GiB of {'a GPU' if on_gpu else 'free memory of this host'}"
-            )
+            place = "a GPU" if on_gpu else "free memory of this host"
+            raise no_size_fits(request, f"divides the model and fits the {memory / GIB:.1f} GiB of {place}")
         _, layout, needed = found
-    else:
-        layout = at(request.tp_size, request.num_stages)
     if world is not None and layout.world_size != world.size:
         raise ValueError(f"the world size must be {layout.formula}, but {world.size} ranks were started")
     if world is None and on_gpu and layout.world_size > devices:
@@ -125,9 +121,7 @@ def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
     bounds["data.num_workers"] = (run.data.num_workers, WORKERS_PER_CORE * cores, f"{WORKERS_PER_CORE} times ")
     for name, (value, bound, times) in bounds.items():
         if value is not None and value > bound:
-            raise ValueError(
-                f"`{name}` must be at most {times}the {cores} cores that this process may use, but is {value}"
-            )
+            refuse(name, f"at most {times}the {cores} cores that this process may use", value)
     if run.data.num_workers:
         check_sockets("data.num_workers")
     num_tensors = run.model.traits.num_sample_tensors  # int64 [s], per sample and once more stacked
