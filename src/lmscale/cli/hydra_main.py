@@ -106,7 +106,7 @@ def run_task(
     folder = OmegaConf.to_container(hydra_config.runtime, resolve=False)["output_dir"]  # as Hydra has created it
     ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(folder))]
     try:
-        group = _group_of_folder(hydra_config)
+        group = "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"  # that names the folder
         if "${" in folder:
             raise ValueError(f"`hydra.{group}.dir` must not have ${{ in it, but is {folder}")
         check_folder(f"hydra.{group}.dir", hydra_config[group].dir)
@@ -116,9 +116,9 @@ def run_task(
         values = literal_values.put_back(values)
         resume = values.get("resume")  # a group, or its `path` alone
         if (resume.get("path") if isinstance(resume, dict) else resume) == "auto":
-            _require_named_folder(hydra_config, folder)
+            _require_named_folder(group, folder)
         _task_is_running = True
-        is_sweep = hydra_config.mode == RunMode.MULTIRUN
+        is_sweep = group == "sweep"
         if is_sweep and if_stopped is not None and is_first_rank():
             ctrl_c.before_exit.append(partial(print, if_stopped(), flush=True))
         try:
@@ -209,19 +209,13 @@ def hydra_files(cfg: DictConfig) -> dict[str, str]:
     return {f".hydra/{name}.yaml": OmegaConf.to_yaml(content) for name, content in contents.items()}
 
 
-def _require_named_folder(hydra_config: DictConfig, folder: str) -> None:
+def _require_named_folder(group: str, folder: str) -> None:
     """Refuse a `folder` whose name has the time of the start, as it has by default: no earlier run can be in it."""
-    group = _group_of_folder(hydra_config)
     if "${now:" in OmegaConf.to_container(HydraConfig.instance().cfg.hydra[group], resolve=False)["dir"]:
         raise ValueError(
             f"`hydra.{group}.dir` must be the folder of the run to continue with resume=auto, but every start has "
             f"a new one: {folder}"
         )
-
-
-def _group_of_folder(hydra_config: DictConfig) -> str:
-    """Which group of Hydra's names the folder: `sweep` under -m, else `run`."""
-    return "sweep" if hydra_config.mode == RunMode.MULTIRUN else "run"
 
 
 def _open_closed_streams() -> None:
