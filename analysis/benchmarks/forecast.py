@@ -162,7 +162,7 @@ def left_out(words: list[str], card: str, gib: float | None = None) -> str | Non
 
 def share_of(plan: Plan) -> float:
     """Model FLOPs per second and device over the measured peak."""
-    return plan.model_flops / plan.num_devices / plan.time.total / PEAK
+    return plan.model_flops / plan.layout.world_size / plan.time.total / PEAK
 
 
 def metrics_of(name: str, plan: Plan, traced: bool = False) -> dict[str, dict]:

@@ -58,7 +58,7 @@ def test_the_first_of_a_ranking_is_the_fastest_layout_that_fits(name: str, num_d
     powers = [plan for plan in fits if plan.job.micro_batch_size in (1, 2, 4, 8, 16, 32, 64)]
     assert plain[0].time.total == min(plan.time.total for plan in powers)
     assert {(plan.layout, plan.job) for plan in plain} >= {(plan.layout, plan.job) for plan in powers}
-    assert all(plan.num_devices == num_devices and plan.missing_bytes <= 0 for plan in ranking.fitting)
+    assert all(plan.layout.world_size == num_devices and plan.missing_bytes <= 0 for plan in ranking.fitting)
 
 
 def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:
@@ -81,7 +81,7 @@ def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:
 def test_the_nearest_layout_keeps_the_devices_and_changes_the_least(mode: str, wanted: tuple, nearest: tuple) -> None:
     tp_size, dp_size, b = wanted
     found = nearest_plan(job().change(b, mode), Layout(tp_size=tp_size, dp_size=dp_size), CLUSTER)
-    assert found.num_devices == tp_size * dp_size
+    assert found.layout.world_size == tp_size * dp_size
     assert (found.layout.tp_size, found.layout.dp_size, found.job.micro_batch_size) == nearest
 
 

@@ -38,11 +38,6 @@ class Plan:
         job.check_layout(layout)
 
     @property
-    def num_devices(self) -> int:
-        """Ranks."""
-        return self.layout.world_size
-
-    @property
     def recompute(self) -> Recompute:
         """The recomputation mode planned with."""
         return self.job.config.recompute
@@ -101,7 +96,9 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs over the FLOPs of the devices' dense peaks in the time of a step."""
-        return self.model_flops / (self.time.total * self.num_devices * self.cluster.peak_flops_per_s(self.job.dtype))
+        return self.model_flops / (
+            self.time.total * self.layout.world_size * self.cluster.peak_flops_per_s(self.job.dtype)
+        )
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,7 +115,7 @@ class Plan:
         """Energy of the whole run; None if the cluster does not give the power of a device."""
         if self.cluster.watts is None:
             return None
-        return self.cluster.watts * self.num_devices * self.days * 24 / 1e6
+        return self.cluster.watts * self.layout.world_size * self.days * 24 / 1e6
 
 
 def describe_padding(plan: Plan) -> list[str]:

@@ -23,7 +23,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
     return {
         "layout": dataclasses.asdict(plan.layout)
         | {
-            "num_devices": plan.num_devices,
+            "num_devices": plan.layout.world_size,
             "micro_batch_size": plan.job.micro_batch_size,
             "num_micro_batches": plan.job.num_micro_batches(plan.layout),
             "global_batch_size": plan.job.global_batch_size,
@@ -81,7 +81,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         energy_unit, mwh = _fitting(plan.energy_mwh, _ENERGIES)
         energy = f"{plan.energy_mwh / mwh:,.3f} {energy_unit}"
     lines = [
-        f"{name} on {plan.num_devices:,} of {cluster.name} ({cluster.device})",
+        f"{name} on {plan.layout.world_size:,} of {cluster.name} ({cluster.device})",
         f"  {plan.overrides}",
         f"  {plan.job.dtype}, {plan.job.num_micro_batches(plan.layout)} micro-batch(es) per rank and step, "
         f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
@@ -181,7 +181,7 @@ def format_ranking(name: str, ranking: Ranking, top: int, notes: list[str]) -> s
     unit, days = _fitting(first.days, _TIMES)
     same = [f"{name}={str(getattr(first.layout, name)).lower()}" for name in _OPTIONS if name not in varied]
     lines = [
-        f"{name} on {first.num_devices:,} of {first.cluster.name} ({first.cluster.device}), "
+        f"{name} on {first.layout.world_size:,} of {first.cluster.name} ({first.cluster.device}), "
         f"{len(ranking.fitting):,} layouts fit; step times {_evidence(first)}",
         f"  compared: {', '.join((*_COMPARED, *varied))}" + f"; the same in all: {', '.join(same)}" * bool(same),
         f"{'':>4}{'tp':>5}{'pp' if has_stages else '':>{5 * has_stages}}{'dp':>7}{'micro':>7}"

@@ -223,7 +223,7 @@ def describe_host(plan: Plan) -> list[str]:
 
 def describe_limits(best: Plan, options: Layout) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
-    job, cluster, num_devices, limits, faster = best.job, best.cluster, best.num_devices, [], []
+    job, cluster, num_devices, limits, faster = best.job, best.cluster, best.layout.world_size, [], []
     options = dataclasses.replace(options, pp_size=best.layout.pp_size)
     excluded = [layout for layout in _grids(job, options, num_devices) if job.global_batch_size % layout.dp_size]
     if excluded:

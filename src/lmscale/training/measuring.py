@@ -144,7 +144,7 @@ def _describe(question: PlanConfig, plan: Plan, rank: int, is_gpu: bool) -> dict
     used, cluster = question.num_devices or count_devices(is_gpu), question.cluster
     reserved = 0 if is_gpu else int(cluster.reserved_gib * GIB)
     return {name: getattr(plan.layout, name) for name in LAYOUT} | {
-        "threads": None if is_gpu else used // plan.num_devices,
+        "threads": None if is_gpu else used // plan.layout.world_size,
         "modelled": {
             "rank": rank,
             "step_time_s": plan.time.total,
