@@ -12,14 +12,7 @@ from .data import DataConfig, TokenizerConfig
 from .from_dict import EntryConfig, keys_of
 from .layout import BatchConfig, Layout, ParallelConfig
 from .model import ModelConfig, from_file, require_positions, to_file
-from .training import (
-    RESUME_RULE,
-    CheckpointConfig,
-    ResumeConfig,
-    ScheduleConfig,
-    TrainerConfig,
-    TrainingRequest,
-)
+from .training import RESUME_RULE, CheckpointConfig, ResumeConfig, ScheduleConfig, TrainerConfig, TrainingRequest
 
 
 @dataclass(frozen=True)

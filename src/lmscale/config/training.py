@@ -3,19 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .checks import (
-    AboveZero,
-    Accelerator,
-    AtLeastZero,
-    Checked,
-    Count,
-    Fraction,
-    MatmulPrecision,
-    PathRule,
-    Positive,
-    refuse,
-    require,
-)
+from .checks import AboveZero, Accelerator, AtLeastZero, Checked, Count, Fraction, PathRule, Positive, refuse, require
 from .layout import ParallelConfig
 
 TRACED_UP_TO = 6  # the last step that `trainer.profiler` keeps
@@ -110,7 +98,7 @@ class TrainerOptions(Checked):
     max_skipped_steps: Count = 10
     accelerator: Accelerator = "auto"
     num_threads: Positive | None = None
-    matmul_precision: MatmulPrecision = "high"
+    matmul_precision: Literal["highest", "high", "medium"] = "high"
 
 
 @dataclass(frozen=True)
