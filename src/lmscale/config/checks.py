@@ -49,14 +49,9 @@ Share = Annotated[float, Rule("above 0 and at most 1", lambda number: 0 < number
 Seed = Annotated[int, Rule("at least 0 and below 2^63", lambda number: 0 <= number < 2**63)]  # of torch's generators
 PathText = Annotated[str, PathRule("a path", bool)]  # an empty one would be the working directory
 Steps = Annotated[
-    list,
-    Rule(
-        "a list of whole numbers of at least 1",
-        lambda steps: all(isinstance(step, int) and not isinstance(step, bool) and step >= 1 for step in steps),
-    ),
+    list, Rule("a list of whole numbers of at least 1", lambda steps: all(_fits(Positive, step) for step in steps))
 ]
 Accelerator = Literal["auto", "cpu", "gpu"]
-MatmulPrecision = Literal["highest", "high", "medium"]  # of torch.set_float32_matmul_precision
 
 
 class Checked:
@@ -170,12 +165,8 @@ def expand_home(path: str, name: str) -> str:
     """
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
-        refuse(
-            name,
-            "a path",
-            path,
-            f"; there is no such user (~ alone needs HOME), and a name that begins with ~ is typed as ./{path}",
-        )
+        more = f"; there is no such user (~ alone needs HOME), and a name that begins with ~ is typed as ./{path}"
+        refuse(name, "a path", path, more)
     return expanded
 
 

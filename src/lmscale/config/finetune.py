@@ -6,18 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from .checks import (
-    Checked,
-    Count,
-    Fraction,
-    PathText,
-    Positive,
-    Rule,
-    Seed,
-    check,
-    is_line,
-    require,
-)
+from .checks import Checked, Count, Fraction, PathText, Positive, Rule, Seed, check, is_line, refuse, require
 from .from_dict import EntryConfig
 from .training import Formula, ScheduleConfig, TrainerOptions, TrainingRequest
 
@@ -80,9 +69,7 @@ class TaskConfig(Checked):
                     f"`columns` and `labels` must be null for {self.name}, whose files are known, but are not"
                 )
         elif self.columns is None or self.labels is None:
-            raise ValueError(
-                f"`name` must be one of {', '.join(TASKS)}, or come with `columns` and `labels`, but is {self.name!r}"
-            )
+            refuse("name", f"one of {', '.join(TASKS)}, or come with `columns` and `labels`", self.name)
         else:
             self._check_table()
         of_squad = ("doc_stride", "max_query_length", "max_answer_length", "num_best")

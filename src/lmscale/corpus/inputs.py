@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.checks import refuse
 from ..config.corpus import SourceConfig
 from ..text.documents import reason_of
 from ..text.input_files import list_files
@@ -93,26 +94,15 @@ def _list_parts(source: str, config: SourceConfig) -> list[InputFile]:
             f"`sources.{source}.name` must be a dataset that can be streamed, but {config.name!r}: {reason_of(error)}"
         ) from None
     if config.text_field not in columns:
-        raise ValueError(
-            f"`sources.{source}.text_field` must be one of the dataset's columns ({', '.join(columns)}), "
-            f"but is {config.text_field!r}"
-        )
+        rule = f"one of the dataset's columns ({', '.join(columns)})"
+        refuse(f"sources.{source}.text_field", rule, config.text_field)
     # A part that is one file has that file's size; otherwise the total size is divided evenly.
     if len(sizes) != num_parts:
         sizes = [sum(sizes) // num_parts] * num_parts
+    name = Path(config.name).name if is_local else config.name
     version = "" if revision is None else f"@{revision[:12]}"
-    prefix = (
-        f"{Path(config.name).name if is_local else config.name}{version}/{config.subset or 'default'}/{config.split}"
-    )
+    prefix = f"{name}{version}/{config.subset or 'default'}/{config.split}"
     return [
-        InputFile(
-            source,
-            f"{prefix}/{part:05d}-of-{num_parts:05d}",
-            size,
-            modified_ns,
-            revision=revision,
-            part=part,
-            num_parts=num_parts,
-        )
+        InputFile(source, f"{prefix}/{part:05d}-of-{num_parts:05d}", size, modified_ns, None, revision, part, num_parts)
         for part, size in enumerate(sizes)
     ]

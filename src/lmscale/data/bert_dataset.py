@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.checks import refuse
 from ..config.data import DataConfig
 from .bert_index import TargetLengths, write_pairs
 from .index_cache import cached_index
@@ -49,9 +50,7 @@ class BERTDataset:
         num_samples: int | None = None,
     ) -> None:
         if config.seq_length < NUM_SPECIAL_TOKENS + 2:
-            raise ValueError(
-                f"`data.seq_length` must be at least {NUM_SPECIAL_TOKENS + 2} for BERT, but is {config.seq_length}"
-            )
+            refuse("data.seq_length", f"at least {NUM_SPECIAL_TOKENS + 2} for BERT", config.seq_length)
         self.dataset = IndexedDataset(part.prefix)
         self.config, self.number = config, number
         self.vocab_size = prepared.vocab_size

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.checks import refuse
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm
 from .bert_index import usable_documents
@@ -44,10 +45,8 @@ class IndexedCorpus:
             OSError: the published one cannot be written into the cache.
         """
         if config.vocab_size is not None:
-            raise ValueError(
-                "`tokenizer.vocab_size` must be null when `data` is indexed, whose tokenizer is fixed, but is "
-                f"{config.vocab_size}"
-            )
+            rule = "null when `data` is indexed, whose tokenizer is fixed"
+            refuse("tokenizer.vocab_size", rule, config.vocab_size)
         folders = [path for held in self.sources.values() for path in held.folders]
         found = {folder: read_tokenizer(folder / TOKENIZER) for folder in folders if (folder / TOKENIZER).is_file()}
         where = [str(folder / TOKENIZER) for folder in found]

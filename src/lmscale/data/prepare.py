@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from ..config.checks import expand_home
+from ..config.checks import expand_home, refuse
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import CorpusForm, family_of, load
 from ..shared_files import build_folder
@@ -93,10 +93,7 @@ def prepare_corpus(
     try:
         loaded = corpus.load_tokenizer(tokenizer, model_vocab_size, cache)
         if model_vocab_size is not None and loaded.vocab_size > model_vocab_size:
-            raise ValueError(
-                f"`model.vocab_size` must be at least the tokenizer's {loaded.vocab_size} ids, but is "
-                f"{model_vocab_size}"
-            )
+            refuse("model.vocab_size", f"at least the tokenizer's {loaded.vocab_size} ids", model_vocab_size)
         folder, manifest, parts = corpus.open(loaded, cache)
     except OSError as error:  # reading the sources raises ValueErrors
         raise ValueError(

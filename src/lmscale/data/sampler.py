@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ..config.checks import refuse
 from ..config.data import DataConfig
 from ..config.pretrain import RunConfig
 from .permutation import Permutation
@@ -207,10 +208,8 @@ class RunSamples:
             for part, count, wanted in zip(parts, available, shares, strict=True):
                 if wanted > count:
                     of = f" of {part.prefix} ({wanted} by its weight)" if len(parts) > 1 else ""
-                    raise ValueError(
-                        f"`trainer.num_validation_samples` must be at most the validation part's {count} sequences of "
-                        f"{seq_length} tokens{of}, but is {num_samples}"
-                    )
+                    rule = f"at most the validation part's {count} sequences of {seq_length} tokens{of}"
+                    refuse("trainer.num_validation_samples", rule, num_samples)
             which, places = self.validation_blend.assign(0, num_samples)
         return np.stack([np.arange(len(which)), np.zeros_like(which), (which << DATASET_SHIFT) + places], axis=1)
 
