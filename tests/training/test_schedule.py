@@ -109,11 +109,6 @@ def test_the_rate_is_continuous_and_never_increases_after_warmup(formula: str, d
     assert min(rates[30:]) >= 0.1
 
 
-def test_a_minimum_rate_above_the_peak_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`schedule.min_lr` must be at most `optimizer.lr` \(0.01\), but is 0.1"):
-        ScheduleConfig("linear", warmup_steps=1, decay_steps=5, min_lr=0.1).check_peak(0.01)
-
-
 def test_megatron_v1_refuses_a_warmup_longer_than_half_the_run() -> None:
     with pytest.raises(ValueError, match=r"`warmup_steps` must be at most half .* \(11\).* but is 6"):
         ScheduleConfig("linear", warmup_steps=6, decay_steps=11, formula="megatron_v1")

@@ -273,8 +273,7 @@ class ModelConfig(Checked):
 
     def to_dict(self) -> dict:
         """Plain values without the name, ready for JSON (`to_file`); `from_dict` gives an equal config back."""
-        values = to_file(dataclasses.asdict(self)).items()
-        return {k: v for k, v in values if k != "name"}
+        return {key: value for key, value in to_file(dataclasses.asdict(self)).items() if key != "name"}
 
 
 def require_positions(run: Any) -> None:

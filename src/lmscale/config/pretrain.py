@@ -83,7 +83,8 @@ class RunConfig(TrainingRequest, EntryConfig):
         super().__post_init__()
         is_scored = self.checkpoint.keep_best is None or self.trainer.validate_every_steps
         require(self, "checkpoint.keep_best", "null where `trainer.validate_every_steps` is 0", is_scored)
-        self.schedule.check_peak(self.optimizer.lr)
+        rule = f"at most `optimizer.lr` ({self.optimizer.lr})"
+        require(self, "schedule.min_lr", rule, self.schedule.min_lr <= self.optimizer.lr)
         ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)

@@ -71,15 +71,6 @@ class ScheduleConfig(Checked):
         rule = f"at most half of `decay_steps` ({self.decay_steps}) with formula megatron_v1"
         require(self, "warmup_steps", rule, not is_above)
 
-    def check_peak(self, lr: float) -> None:
-        """Refuse a floor above the peak.
-
-        Raises:
-            ValueError: `min_lr` is above `lr`.
-        """
-        if self.min_lr > lr:
-            refuse("schedule.min_lr", f"at most `optimizer.lr` ({lr})", self.min_lr)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(Checked):
