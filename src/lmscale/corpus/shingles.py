@@ -181,7 +181,8 @@ def _hash_block(block: str, edges: np.ndarray) -> np.ndarray:
         mask = _MASKS.take(np.minimum(lengths[more] - done, 8))
         hashes[more] = polynomial((hashes[more], numbers[starts[more] + done] & mask))
     for word in np.flatnonzero(lengths > LONG_WORD_BYTES).tolist():
-        hashes[word] = _hash_long_word(encoded[starts[word] : starts[word] + lengths[word]])
+        whole = encoded[starts[word] : starts[word] + lengths[word]]
+        hashes[word] = xxhash.xxh3_64_intdigest(whole, seed=_LONG_WORD_SEED)
     return hashes
 
 
@@ -196,10 +197,6 @@ def _byte_places(block: str) -> np.ndarray:
 
 def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
-
-
-def _hash_long_word(encoded: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(encoded, seed=_LONG_WORD_SEED)
 
 
 def _ngrams(words: np.ndarray, first: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -89,10 +89,7 @@ def export_hugging_face(
         found = metadata.tensors[f"model/{name}"].shape
         if found != shape:
             raise CheckpointError(f"checkpoint {path.name}: model/{name} must be {shape}, but is {found}")
-    shapes = {}
-    for pair in pairs:
-        on_meta = torch.empty(our_shapes[pair.ours][0], device="meta")
-        shapes[pair.theirs] = tuple(pair.to_theirs(on_meta, config).shape), dtype
+    shapes = {pair.theirs: (_their_shape(pair, our_shapes, config), dtype) for pair in pairs}
     check_target(target, sum(num_bytes(*entry) for entry in shapes.values()))
     with _FoldedReader(checkpoint, own_config) as reader, atomic_folder(target) as folder:
         write_hf_files(folder, shapes, _read_theirs(reader, pairs, config, dtype), max_file_bytes)
@@ -107,6 +104,10 @@ def export_hugging_face(
         card = model_card(metadata, config, model.model_class, *about, head)
         (folder / CARD).write_text(card, encoding="utf-8")
     return Path(target)
+
+
+def _their_shape(pair: TensorPair, our_shapes: dict[str, Shape], config: TransformerConfig) -> tuple[int, ...]:
+    return tuple(pair.to_theirs(torch.empty(our_shapes[pair.ours][0], device="meta"), config).shape)
 
 
 def _set_dropout(head: PublishedHead, published: Any, model_class: str) -> None:
@@ -247,8 +248,7 @@ def _check_tensors(
     for pair in pairs:
         if pair in missing:
             continue
-        on_meta = torch.empty(our_shapes[pair.ours][0], device="meta")
-        expected = tuple(pair.to_theirs(on_meta, config).shape)
+        expected = _their_shape(pair, our_shapes, config)
         if reader.shape(pair.theirs) != expected:
             name = reader.name_in_file(pair.theirs)
             raise CheckpointError(f"tensor {name} must be {expected}, but is {reader.shape(pair.theirs)}")
