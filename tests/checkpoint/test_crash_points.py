@@ -38,9 +38,9 @@ from lmscale.checkpoint.atomic_folder import atomic_folder
 from lmscale.hugging_face import conversion as hf_conversion
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
-from lmscale.training.checkpoints.resuming import agree_on_checkpoint
-from lmscale.training.checkpoints.saving import Checkpointing
+from lmscale.training.callbacks.checkpointing import Checkpointing
 from lmscale.training.loggers import MetricsFile
+from lmscale.training.resuming import agree_on_checkpoint
 from lmscale.training.run_folder import prepare_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="follows file descriptors through /proc")

@@ -28,11 +28,11 @@ from lmscale.parallel import ParallelContext
 from lmscale.runtime import ranks
 from lmscale.runtime.exit_codes import DONE, INTERRUPTED
 from lmscale.runtime.interruption import Interruption
+from lmscale.training.callbacks import checkpointing
 from lmscale.training.callbacks.sample_digest import SampleDigest
-from lmscale.training.checkpoints import saving
-from lmscale.training.checkpoints.resuming import find_checkpoint
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
+from lmscale.training.resuming import find_checkpoint
 
 DROPOUT = {"model__hidden_dropout": 0.1, "model__attention_dropout": 0.1}
 LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
@@ -316,7 +316,7 @@ def test_a_resumed_run_saves_a_validation_only_if_it_is_better_than_those_before
 def test_checkpoints_are_saved_at_time_intervals(tmp_path, monkeypatch) -> None:
     """Half a minute passes between two looks at the clock: at the start, after each step and after each save."""
     clock = mock.Mock(wraps=time, monotonic=itertools.count(step=30).__next__)
-    monkeypatch.setattr(saving, "time", clock)
+    monkeypatch.setattr(checkpointing, "time", clock)
     changes = {"trainer__max_steps": 5, "checkpoint__save_every_minutes": 0.75, "checkpoint__save_last": False}
     train(tiny_run("gpt", tmp_path, checkpoint__keep_last=None, trainer__validate_every_steps=5, **changes))
     paths = list_checkpoints(tmp_path / "checkpoints")

@@ -21,9 +21,9 @@ from lmscale.runtime.ranks import Ranks
 from lmscale.runtime.world import World
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
-from lmscale.training.checkpoints.resuming import kept_metadata
 from lmscale.training.kernel_choice import keep_compile, resolve_attention
 from lmscale.training.resolve import check, resolve
+from lmscale.training.resuming import kept_metadata
 from lmscale.training.run import Run, Start
 
 

@@ -25,9 +25,8 @@ from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_byt
 from lmscale.planner.workload import Workload
 from lmscale.runtime import accelerator
 from lmscale.runtime.world import World
-from lmscale.training import agreement, fit, pretrain, resolve
+from lmscale.training import agreement, fit, pretrain, resolve, resuming
 from lmscale.training.announcement import describe_idle_gpus
-from lmscale.training.checkpoints import resuming
 from lmscale.training.session import new_trainer
 
 

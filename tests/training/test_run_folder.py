@@ -25,9 +25,8 @@ from lmscale.runtime.exit_codes import INTERRUPTED, USER_ERROR
 from lmscale.runtime.interruption import Interruption
 from lmscale.runtime.run_lock import RunLock, check_not_in_use
 from lmscale.shared_files import lock
-from lmscale.training import announcement
+from lmscale.training import announcement, resuming
 from lmscale.training.announcement import describe_options, describe_scored, warn_of_cost
-from lmscale.training.checkpoints import resuming
 from lmscale.training.loggers import MetricsFile
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve

@@ -1,1 +1,1 @@
-"""Pretraining with Lightning: strategy, modules, optimizer, checkpoints, launching. Never sees Hydra."""
+"""Pretraining with Lightning: the run from its request to its record, strategy, modules, optimizer. Never sees Hydra."""

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ..models.attention_backend import fastest_backend
-from .checkpoints.resuming import agree_on_checkpoint, check_fit, kept_metadata
+from .resuming import agree_on_checkpoint, check_fit, kept_metadata
 from .run import Run, Start
 from .session import RankSession
 from .step.training_module import DTYPES

@@ -11,8 +11,7 @@ from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
 from ..runtime.machine import describe_slow_type
 from ..runtime.messages import warn
-from .checkpoints.resuming import CHECKPOINTS
-from .run import Run
+from .run import CHECKPOINTS, Run
 from .session import RankSession
 
 

@@ -13,17 +13,17 @@ from ..models.attention_backend import preferred_backend
 from ..runtime.exit_codes import DONE
 from .agreement import agree
 from .announcement import warn_of_cost
+from .callbacks.checkpointing import Checkpointing
 from .callbacks.layer_statistics import LayerStatistics
 from .callbacks.profiling import StepProfiler
 from .callbacks.progress import ProgressLine
 from .callbacks.replica_sentinel import ReplicaSentinel
 from .callbacks.sample_digest import SampleDigest
 from .callbacks.step_report import StepReport
-from .checkpoints.resuming import check_data_digest
-from .checkpoints.saving import Checkpointing
 from .device_memory import check_free_memory
 from .loggers import MetricsFile, optional_loggers
 from .module import PretrainModule
+from .resuming import check_data_digest
 from .run import Run
 from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
 from .session import RankSession, new_trainer, run_on_this_rank

@@ -46,7 +46,7 @@ def resolve(request: RunConfig, world: World | None = None, files: dict[str, str
         model.check_tensor_parallel(run.layout.tp_size, run.layout.pad_heads)  # the rows of the vocabulary are known
     resumed, start = None, run.start
     if start.checkpoint is not None:
-        from .checkpoints.resuming import check_fit
+        from .resuming import check_fit
 
         start.checkpoint.check_model(model)
         optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint)
@@ -103,7 +103,7 @@ def check(request: RunConfig, world: World | None = None) -> Run:
             check_not_in_use(folder)
         is_used = folder.is_dir() and any(folder.iterdir())
     if request.resume.path != "none" or is_restart() or is_used:
-        from .checkpoints.resuming import find_checkpoint, kept_metadata  # imports torch
+        from .resuming import find_checkpoint, kept_metadata  # imports torch
 
         with run_folder_errors(folder):
             checkpoint = find_checkpoint(request)

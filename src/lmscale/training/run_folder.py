@@ -19,11 +19,10 @@ from ..runtime.run_lock import run_folder_errors
 from ..shared_files import write_atomically
 from .announcement import announce
 from .callbacks.step_report import StepReport
-from .checkpoints.resuming import CHECKPOINTS
 from .device_memory import memory_metrics
 from .diagnosis import count_updates, first_cause
 from .loggers import MetricsFile, training_losses
-from .run import Run
+from .run import CHECKPOINTS, Run
 from .session import RankSession
 
 METRICS = "metrics.csv"

@@ -24,7 +24,7 @@ from ..config import Layout
 from ..parallel import ParallelContext, make_context
 from ..parallel.rendezvous import start_process_group
 from ..runtime.ranks import make_ranks
-from .checkpoints.sharded_strategy import ShardedCheckpointStrategy
+from .checkpoint_strategy import ShardedCheckpointStrategy
 from .step.optimizer import MixedPrecisionAdamW
 from .step.training_module import TrainingModule
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...data.datamodule import check_strategy
 from ...parallel import fingerprint, first_difference
-from ..checkpoints.lightning_state import to_json
+from ..lightning_state import to_json
 
 _DTYPES = {"64-true": "fp64", "32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
 _LOAD_OPTIONS = {"map_location": None, "hparams_file": None, "strict": True, "weights_only": True}  # and what is done

@@ -17,7 +17,7 @@ from ...config.training import OptimizerConfig, PrecisionConfig, ScheduleConfig
 from ...parallel import ParallelContext, padding_of, sample_dropout_keys, seed_rank_generator
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...parallel.pipeline import run_forward, run_pipeline, sum_over_stages
-from ..checkpoints.lightning_state import from_json
+from ..lightning_state import from_json
 from .learning_rate import UpdateSchedule
 from .optimizer import MixedPrecisionAdamW
 from .stock_trainer import check_equal_batches, check_load_options, check_trainer, dtype_of_trainer

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...checkpoint import (
+from ..checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointMetadata,
@@ -18,17 +18,17 @@ from ...checkpoint import (
     list_checkpoints,
     set_aside,
 )
-from ...config.from_dict import flatten
-from ...config.pretrain import RunConfig
-from ...config.training import OptimizerConfig, ScheduleConfig
-from ...data.data_digest import digest_text, expected_digest
-from ...data.sampler import RunSamples
-from ...runtime.messages import warn
-from ...runtime.ranks import AgreedError, Ranks
-from ...runtime.world import is_restart
-from ..step.learning_rate import learning_rate_of_update
+from ..config.from_dict import flatten
+from ..config.pretrain import RunConfig
+from ..config.training import OptimizerConfig, ScheduleConfig
+from ..data.data_digest import digest_text, expected_digest
+from ..data.sampler import RunSamples
+from ..runtime.messages import warn
+from ..runtime.ranks import AgreedError, Ranks
+from ..runtime.world import is_restart
+from .run import CHECKPOINTS
+from .step.learning_rate import learning_rate_of_update
 
-CHECKPOINTS = "checkpoints"  # folder of a run folder
 _LEFT_BY_A_RUN = ("metrics.csv", "record.json")
 # Keys that determine which samples a run sees, and in which order; the corpus is compared by the hash of its tokens.
 _DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")

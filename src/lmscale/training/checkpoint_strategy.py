@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from ...checkpoint import (
+from ..checkpoint import (
     Checkpoint,
     CheckpointError,
     CheckpointMetadata,
@@ -18,12 +18,12 @@ from ...checkpoint import (
     divide_tensors,
     remove_checkpoint,
 )
-from ...checkpoint.model_tensors import model_shapes
-from ...parallel import ParallelContext, padding_of
-from ...runtime.lost_rank import abort_nccl
-from ...runtime.ranks import AgreedError, Ranks
-from ..step.learning_rate import UpdateSchedule
+from ..checkpoint.model_tensors import model_shapes
+from ..parallel import ParallelContext, padding_of
+from ..runtime.lost_rank import abort_nccl
+from ..runtime.ranks import AgreedError, Ranks
 from .lightning_state import count_steps, from_json, loops_after, to_json
+from .step.learning_rate import UpdateSchedule
 
 _RATES = ("lr", "betas")  # what torch's schedules change
 

@@ -13,11 +13,10 @@ from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ...runtime.messages import print_error
-from ..callbacks.sample_digest import SampleDigest
-from ..callbacks.step_report import StepReport
-from ..run import Run
+from ..run import CHECKPOINTS, Run
 from ..session import RankSession
-from .resuming import CHECKPOINTS
+from .sample_digest import SampleDigest
+from .step_report import StepReport
 
 _VALIDATED_TOGETHER = 10  # micro-batches between two questions whether to stop
 
