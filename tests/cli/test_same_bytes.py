@@ -17,8 +17,8 @@ from lmscale.planner.flops import dense_peak_flops_per_s
 from lmscale.planner.memory import CPU_RESERVED_GIB, GPU_RESERVED_GIB
 from lmscale.planner.question import plan_layout
 from lmscale.planner.workload import Workload
-from lmscale.training import fit
-from lmscale.training.fit import choose_layout, choose_mode
+from lmscale.training import capacity
+from lmscale.training.capacity import choose_layout, choose_mode
 
 GIB = 2**30
 GRID = [
@@ -76,7 +76,7 @@ def as_plan(values: dict, is_gpu: bool, memory_bytes: float, num_devices: int = 
 
 def check(run: RunConfig, accelerator: str, memory_bytes: int, monkeypatch) -> None:
     """The memory check of `train.py` on a machine with this much memory."""
-    monkeypatch.setattr(fit, "device_memory", lambda _: memory_bytes)
+    monkeypatch.setattr(capacity, "device_memory", lambda _: memory_bytes)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     workload = Workload.of(run, compiles=accelerator == "gpu", on_gpu=accelerator == "gpu")
     choose_mode(run.name, [workload], choose_layout(run.parallel, workload, None)[0], None)
@@ -123,7 +123,7 @@ def test_train_and_plan_find_the_same_smallest_layout(composed, model, dp_size, 
     found = set()
     for gib, dtype, sequence_parallel in itertools.product((5, 12, 24, 60, 200), ("fp32", "fp16"), (False, True)):
         memory = gib * GIB
-        monkeypatch.setattr(fit, "device_memory", lambda _, memory=memory: memory)
+        monkeypatch.setattr(capacity, "device_memory", lambda _, memory=memory: memory)
         layout = ("auto", dp_size, 1, sequence_parallel)
         run = as_run(changed(composed[model, "train"], layout, dtype, "full"), tmp_path)
         wanted = as_plan(changed(composed[model, "plan"], layout, dtype, "full"), True, memory)
@@ -169,18 +169,18 @@ def test_auto_recomputes_as_little_as_possible_and_the_error_names_what_fits(com
     values = changed(composed["gpt_2.5b", "train"], (1, 1, 4, False), "bf16", "auto")
     run = as_run(values, tmp_path)
     on_gpu, on_cpu = (Workload.of(run, compiles=word, on_gpu=word) for word in (True, False))
-    layout = fit.Layout(tp_size=1, dp_size=1)
+    layout = capacity.Layout(tp_size=1, dp_size=1)
     needed = {}
     for mode in ("none", "selective", "full"):
         plan = changed(composed["gpt_2.5b", "plan"], (1, 1, 4, False), "bf16", mode)
         needed[mode] = plan_layout(as_plan(plan, True, 2**60))[0].needed_bytes + int(GPU_RESERVED_GIB * GIB)
     assert needed["none"] > needed["selective"] > needed["full"]
     for mode, memory in needed.items():
-        monkeypatch.setattr(fit, "device_memory", lambda _, memory=memory: memory)
+        monkeypatch.setattr(capacity, "device_memory", lambda _, memory=memory: memory)
         assert choose_mode(run.name, on_gpu.in_each_mode(), layout, None)[0].config.recompute == mode
         if mode != "none":
             with pytest.raises(ValueError, match=f"; here model.recompute={mode} fits"):
                 choose_mode(run.name, [on_gpu], layout, None)
-    monkeypatch.setattr(fit, "device_memory", lambda _: needed["full"] - 1)
+    monkeypatch.setattr(capacity, "device_memory", lambda _: needed["full"] - 1)
     with pytest.raises(ValueError, match="; model.recompute=full and a smaller micro_batch_size need less"):
         choose_mode(run.name, on_gpu.in_each_mode(), layout, None)

@@ -17,7 +17,7 @@ from lmscale.parallel import ParallelContext
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.runtime.exit_codes import USER_ERROR
 from lmscale.runtime.ranks import AgreedError
-from lmscale.training import fit
+from lmscale.training import capacity
 from lmscale.training.session import new_trainer, run_on_this_rank
 
 COLUMNS = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
@@ -126,11 +126,11 @@ def test_a_finetuning_with_zero1_gathers_its_save_in_the_memory_of_its_host(tmp_
     changes = {"parallel__dp_size": 2, "parallel__zero1": True, "precision__dtype": "bf16"}
     run = make_run("mnli", tmp_path, make_checkpoint(tmp_path / "step_3.ckpt"), trainer__save=True, **changes)
     job = prepare_job(run)
-    work = fit.finetuning_workload(run, job.start.config, on_gpu=False)
+    work = capacity.finetuning_workload(run, job.start.config, on_gpu=False)
     each = checkpoint_bytes(work, job.layout) + estimate_memory(work, job.layout).total - usable_bytes(0, on_gpu=False)
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 2 * each)
     prepare_job(run)
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each - 2)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 2 * each - 2)
     with pytest.raises(ValueError, match="`parallel.zero1` must be false where the host"):
         prepare_job(run)
     unsaved = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, save=False))

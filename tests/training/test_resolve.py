@@ -25,7 +25,7 @@ from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_byt
 from lmscale.planner.workload import Workload
 from lmscale.runtime import accelerator
 from lmscale.runtime.world import World
-from lmscale.training import agreement, fit, pretrain, resolve, resuming
+from lmscale.training import agreement, capacity, pretrain, resolve, resuming
 from lmscale.training.announcement import describe_idle_gpus
 from lmscale.training.session import new_trainer
 
@@ -35,7 +35,7 @@ def gpu_of(monkeypatch) -> Callable[[int], None]:
     """Simulates eight GPUs with this many bytes each for a rank's tensors, as far as `check` looks at them."""
 
     def simulate(usable: int) -> None:
-        monkeypatch.setattr(fit, "device_memory", lambda _: usable - usable_bytes(0, True))
+        monkeypatch.setattr(capacity, "device_memory", lambda _: usable - usable_bytes(0, True))
 
     monkeypatch.setattr(accelerator, "resolve_accelerator", lambda requested: "gpu")
     monkeypatch.setattr(accelerator, "set_allocator", lambda cuda_graphs: None)
@@ -157,21 +157,21 @@ def test_zero1_whose_saves_the_host_cannot_hold_is_refused(tmp_path, monkeypatch
     gpu_of(2**40)
     run = tiny_run("gpt", tmp_path, parallel__dp_size=2, parallel__zero1=True)
     needed = 2 * (checkpoint_bytes(Workload.of(run, on_gpu=True), Layout(dp_size=2)) - usable_bytes(0, False))
-    monkeypatch.setattr(fit, "host_memory_available", lambda: needed)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: needed)
     assert resolve.check(run).layout.zero1
-    monkeypatch.setattr(fit, "host_memory_available", lambda: needed - 2)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: needed - 2)
     with pytest.raises(ValueError, match="`parallel.zero1` must be false where the host"):
         resolve.check(run)
 
 
 def test_the_ranks_of_one_host_share_its_memory(tmp_path, monkeypatch) -> None:
     run, layout = tiny_run("gpt", tmp_path, parallel__dp_size=4, micro_batch_size=2), Layout(dp_size=4)
-    sequence = fit.SAMPLE_OVERHEAD_BYTES + 2 * 2 * 8 * 33  # tokens and labels
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * sequence)
-    fit.check_host(run, layout, World("srun", size=4, local_size=2))
+    sequence = capacity.SAMPLE_OVERHEAD_BYTES + 2 * 2 * 8 * 33  # tokens and labels
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 4 * sequence)
+    capacity.check_host(run, layout, World("srun", size=4, local_size=2))
     for world in (World("srun", size=4, local_size=4), None):
         with pytest.raises(ValueError, match="`global_batch_size` must be at most 4, .* but is 8$"):
-            fit.check_host(run, layout, world)
+            capacity.check_host(run, layout, world)
 
 
 def test_dp_size_auto_uses_every_rank_that_another_launcher_started(tmp_path, monkeypatch, gpu_of) -> None:

@@ -21,7 +21,7 @@ from ..runtime import accelerator
 from ..runtime.run_lock import check_not_in_use, run_folder_errors
 from ..runtime.world import is_first_rank, world_from_outside
 from ..shared_files import build_folder
-from ..training import fit
+from ..training import capacity
 from .features import Features, load_features, save_features
 from .initial_checkpoint import InitialCheckpoint, check_initial_checkpoint
 from .scoring import metric_names
@@ -148,15 +148,15 @@ def prepare_job(run: FinetuneConfig, files: dict[str, str] | None = None) -> Fin
         accelerator.set_allocator()
         accelerator.check_products(run.precision.dtype)
     start, tokenizer = check_initial_checkpoint(run)
-    workload = fit.finetuning_workload(run, start.config, on_gpu)
+    workload = capacity.finetuning_workload(run, start.config, on_gpu)
     if on_gpu and world is None and parallel.dp_size == "auto":  # data ranks may have unequal shares of a step
         import torch
 
         parallel = replace(parallel, dp_size=max(1, torch.cuda.device_count() // parallel.tp_size))
-    layout, needed = fit.choose_layout(parallel, workload, world)
+    layout, needed = capacity.choose_layout(parallel, workload, world)
     start.config.check_tensor_parallel(layout.tp_size, layout.pad_heads)
     if layout.zero1 and run.trainer.save:
-        fit.check_copies("parallel.zero1", workload, layout, needed, world)
+        capacity.check_copies("parallel.zero1", workload, layout, needed, world)
     cache = cache_folder(run.cache_dir, "cache_dir") / "finetune"
     job = FinetuneJob(
         run=run,
@@ -166,7 +166,7 @@ def prepare_job(run: FinetuneConfig, files: dict[str, str] | None = None) -> Fin
         start=start,
         train=prepare_features(task, task.train, tokenizer, cache) if run.trainer.num_epochs else None,
         sets={name: prepare_features(task, place, tokenizer, cache) for name, place in task.scored_sets().items()},
-        state_bytes=fit.state_bytes(workload, layout),
+        state_bytes=capacity.state_bytes(workload, layout),
     )
     _check_labels(job)
     return job

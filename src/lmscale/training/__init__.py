@@ -1,1 +1,1 @@
-"""Pretraining with Lightning: the run from its request to its record, strategy, modules, optimizer. Never sees Hydra."""
+"""Pretraining with Lightning: from the request of a run to its record. Never sees Hydra."""

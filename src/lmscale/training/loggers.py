@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from ..checkpoint import set_aside
 from ..config.pretrain import RunConfig
 from ..runtime.messages import warn
 from ..shared_files import write_atomically
@@ -199,3 +200,9 @@ class StepEvents(TensorBoardLogger):
         """Write the metrics of one step, by name."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self.experiment._get_file_writer().add_summary(Summary(value=values), step)
+
+
+def keep_damaged(path: Path) -> None:
+    """Set a file of an earlier part of the run aside, with a warning."""
+    kept = set_aside(path)
+    warn(f"{path.name} cannot be read; kept as {kept.name}, a new one begins")

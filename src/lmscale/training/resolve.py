@@ -24,7 +24,7 @@ from ..planner.workload import STAND_IN_VOCAB_SIZE, Workload
 from ..runtime import accelerator
 from ..runtime.run_lock import check_not_in_use, run_folder_errors
 from ..runtime.world import World, is_first_rank, is_restart, world_from_outside
-from . import fit
+from . import capacity
 from .kernel_choice import check_cuda_graphs, check_determinism, resolve_kernels
 from .run import Run, Start
 
@@ -114,7 +114,7 @@ def check(request: RunConfig, world: World | None = None) -> Run:
     kernels, attention, choice = resolve_kernels(request, on_gpu, kept, flops // (world or World()).num_hosts)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(request, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
-    fitting = fit.choose(request, workload, world)
+    fitting = capacity.choose(request, workload, world)
     layout, model = fitting.layout, fitting.workload.config
     check_cuda_graphs(kernels, on_gpu, request.precision.dtype, model.recompute, layout.tp_size, layout.pp_size)
     if on_gpu and layout.world_size == 1:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished, set_aside
+from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
 from ..results import RECORD, new_record, write_record
@@ -21,7 +21,7 @@ from .announcement import announce
 from .callbacks.step_report import StepReport
 from .device_memory import memory_metrics
 from .diagnosis import count_updates, first_cause
-from .loggers import MetricsFile, training_losses
+from .loggers import MetricsFile, keep_damaged, training_losses
 from .run import CHECKPOINTS, Run
 from .session import RankSession
 
@@ -81,12 +81,6 @@ def write_first_files(run_dir: Path, files: dict[str, str], tokenizer: bytes) ->
     for path, content in (data | {checkpoints / TOKENIZER_FOLDER / "tokenizer.json": tokenizer}).items():
         path.parent.mkdir(exist_ok=True)
         write_atomically(path, content)
-
-
-def keep_damaged(path: Path) -> None:
-    """Set a file of an earlier part of the run aside, with a warning."""
-    kept = set_aside(path)
-    warn(f"{path.name} cannot be read; kept as {kept.name}, a new one begins")
 
 
 def report_failure(session: RankSession, step: int, report: StepReport) -> None:

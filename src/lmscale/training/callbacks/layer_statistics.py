@@ -17,8 +17,7 @@ from ...models.layer import TransformerLayer
 from ...parallel import gather_tokens
 from ...parallel.pipeline import gather_from_stages
 from ...shared_files import write_atomically
-from ..loggers import LinesFile
-from ..run_folder import keep_damaged
+from ..loggers import LinesFile, keep_damaged
 from ..step.layer_gradients import layer_gradient_norms
 
 FILE = "layer_statistics.jsonl"

@@ -16,8 +16,15 @@ from ..step.counters import Counters
 from ..step.layer_gradients import layer_gradient_norms
 from ..timing import PhaseTimer, memory_in_use
 
-PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint")
-EXCHANGE = "exchange"  # of hidden states between stages, most of it waiting
+PHASES = {
+    "step": "time/step_s",
+    "data": "time/data_s",
+    "forward": "time/forward_s",
+    "backward": "time/backward_s",
+    "optimizer": "time/optimizer_s",
+    "checkpoint": "time/checkpoint_s",
+    "exchange": "time/exchange_s",  # of hidden states between stages, most of it waiting
+}
 
 
 class StepReport(L.Callback):
@@ -70,7 +77,7 @@ class StepReport(L.Callback):
         def progress(activity: str) -> None:
             self.watchdog.mark(f"step {pl_module.completed_steps + 1}, {activity}{stage}")
             phase = activity.partition(" ")[0]
-            if phase in (*PHASES, EXCHANGE):  # the sum of the gradients counts as part of the backward pass before it
+            if phase in PHASES:  # the sum of the gradients counts as part of the backward pass before it
                 timer.enter(phase)
 
         pl_module.progress = progress
@@ -132,8 +139,8 @@ class StepReport(L.Callback):
         if self.peak_flops_per_s is not None:
             metrics["mfu"] = flops_per_s / self.peak_flops_per_s
         metrics["memory_gib"] = memory_in_use(pl_module.device) / 2**30
-        phases = PHASES if context.pp_size == 1 else (*PHASES, EXCHANGE)
-        metrics |= {f"time/{name}_s": seconds.get(name, 0.0) for name in phases}
+        named = ((name, metric) for name, metric in PHASES.items() if name != "exchange" or context.pp_size > 1)
+        metrics |= {metric: seconds.get(name, 0.0) for name, metric in named}
         self.metrics = metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, pl_module.completed_steps)

@@ -10,13 +10,13 @@ from lmscale.config.layout import Layout, ParallelConfig
 from lmscale.planner.memory import checkpoint_bytes, estimate_memory, usable_bytes
 from lmscale.planner.workload import Workload
 from lmscale.runtime.world import World
-from lmscale.training import fit
-from lmscale.training.fit import choose_layout, choose_mode
+from lmscale.training import capacity
+from lmscale.training.capacity import choose_layout, choose_mode
 
 
 @pytest.mark.parametrize("overrides", [(), ("parallel.tp_size=4",)], ids=["one rank", "four ranks on one host"])
 def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, monkeypatch, overrides) -> None:
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 20 * 10**9)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 20 * 10**9)
     start = time.process_time()
     options = ("model=bert_3.9b", "trainer.accelerator=cpu", "micro_batch_size=1")
     done = refuse("src/train.py", *options, *overrides, f"hydra.run.dir={tmp_path}")
@@ -58,7 +58,7 @@ def test_a_model_that_exceeds_the_memory_is_refused_within_seconds(tmp_path, mon
     ids=["more ranks", "least memory", "stages", "nothing"],
 )
 def test_a_refused_run_names_the_layout_that_fits(tmp_path, monkeypatch, overrides, free_gib, way_out) -> None:
-    monkeypatch.setattr(fit, "host_memory_available", lambda: free_gib * 2**30)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: free_gib * 2**30)
     words = ("model=gpt_2.5b", "trainer.accelerator=cpu", *overrides, f"hydra.run.dir={tmp_path}/run")
     line = only_line(refuse("src/train.py", *words).stderr)
     assert f"which has {free_gib * 2**30:,} bytes ({free_gib}.0 GiB) free; {way_out}" in line
@@ -74,9 +74,9 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
     estimate = estimate_memory(job, Layout(dp_size=num_ranks))
     needed = (estimate.total - usable_bytes(0, on_gpu=False)) * num_ranks
     request = ParallelConfig(tp_size="auto", dp_size=dp_size)
-    monkeypatch.setattr(fit, "host_memory_available", lambda: int(1.01 * needed))
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: int(1.01 * needed))
     assert choose_layout(request, job, None)[0].tp_size == 1
-    monkeypatch.setattr(fit, "host_memory_available", lambda: int(0.99 * needed))
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: int(0.99 * needed))
     with pytest.raises(ValueError, match=r"no tp_size fits \(`parallel.tp_size`=auto\)"):
         choose_layout(request, job, None)
 
@@ -85,9 +85,9 @@ def test_tp_size_auto_respects_the_host_memory(monkeypatch, dp_size) -> None:
 def test_all_ranks_share_the_memory_of_a_host_without_gpus(monkeypatch, sizes) -> None:
     job = Workload(TransformerConfig("gpt", 2, 64, 4, 2000, 32), 2, 4, 32, "fp32", 1, on_gpu=False)
     each = estimate_memory(job, Layout(**sizes)).total - usable_bytes(0, on_gpu=False)
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 2 * each)
     choose_mode("run", [job], Layout(**sizes), None)
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 2 * each - 2)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 2 * each - 2)
     given = "tp_size 1, pp_size 2, micro_batch_size 2" if "pp_size" in sizes else "micro_batch_size 2"
     with pytest.raises(ValueError, match=rf", {given} needs .* x 2 rank\(s\) on this host"):
         choose_mode("run", [job], Layout(**sizes), None)
@@ -103,8 +103,8 @@ def test_the_copies_of_saves_respect_the_host_memory(monkeypatch, accelerator) -
     needed = estimate_memory(job, layout).total
     if accelerator == "cpu":
         each += needed
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each)
-    fit.check_copies("checkpoint.async", job, layout, needed, None)
-    monkeypatch.setattr(fit, "host_memory_available", lambda: 4 * each - 4)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 4 * each)
+    capacity.check_copies("checkpoint.async", job, layout, needed, None)
+    monkeypatch.setattr(capacity, "host_memory_available", lambda: 4 * each - 4)
     with pytest.raises(ValueError, match=r"`checkpoint.async` must be false .* each of its 4 rank\(s\), but is true"):
-        fit.check_copies("checkpoint.async", job, layout, needed, None)
+        capacity.check_copies("checkpoint.async", job, layout, needed, None)
