@@ -125,6 +125,9 @@ def test_runs_of_other_kinds_and_damaged_folders_are_left_out_with_the_reason(tm
     [
         ("train/loss,val/loss\n9,4\n", "KeyError: 'step'"),
         ("step,train/loss\n1,9\n,8\n", "ValueError: it must have the step of every row and a training loss"),
+        ("step,train/loss\n2,9\n1,8\n", "ValueError: its steps must increase"),
+        ("step,train/loss\n1,9\n4,7.5", "ValueError: its last row is cut off"),
+        ("step,train/loss\n1,9,7\n2,8,7\n", "ValueError: its rows have more fields than its header"),
         ("step,train/loss\n1,9\n3,7.5\n", "ValueError: it must end at step 4, the run's last, but ends at 3"),
     ],
 )
@@ -147,6 +150,11 @@ def test_runs_with_the_same_overrides_have_their_folders_as_labels(tmp_path) -> 
     assert labels(table) == ["second/0", "optimizer.lr=1", "first/0"]
     ticks = [axis.get_xticks() for axis in draw_runs(table, curves).axes]
     assert all(tick == int(tick) for of_axis in ticks for tick in of_axis)  # of steps
+
+
+def test_a_throughput_of_one_step_has_no_panel(tmp_path) -> None:
+    (make_run(tmp_path, 4.0) / "metrics.csv").write_text("step,train/loss,val/loss,tokens_per_s\n4,9,4,80.5\n")
+    assert len(draw_runs(*tabulate([read_run(tmp_path)])).axes) == 1
 
 
 def test_the_default_is_the_newest_runs_of_both_folders(tmp_path) -> None:
