@@ -59,7 +59,15 @@ BAD = {
     ),
     "a word": (["bert_tiny"], "must be of the form key=value, with quotes around what is special, but is 'bert_tiny'"),
     "a number for a group": (["parallel=4"], "`parallel` must be one of auto, default, but is '4'"),
-    "a file as run folder": (["hydra.run.dir=README.md"], "README.md cannot be read or written: File exists"),
+    "a file as run folder": (
+        ["hydra.run.dir=README.md"],
+        "`hydra.run.dir` must be a folder that can be made and written, but README.md: File exists",
+    ),
+    "a file as the folder of a sweep": (
+        ["-m", "hydra.sweep.dir=README.md"],
+        "`hydra.sweep.dir` must be a folder that can be made and written, but README.md: File exists",
+    ),
+    "a run folder nowhere": (["hydra.run.dir=/proc/none/run"], "made and written, but /proc/none"),
     "a new folder to resume from": (
         ["resume=auto", "model=gpt_tiny", "hydra.run.dir=outputs/${now:%Y-%m-%d_%H-%M-%S}"],  # as by default
         "`hydra.run.dir` must be the folder of the run to continue with resume=auto, but every start has a new one: /",

@@ -99,6 +99,11 @@ def _one_line(error: Exception) -> str:
             f"{error.override!r}"
         )
     if isinstance(error, OSError) and not isinstance(error, HydraException):
+        for argument in sys.argv[1:]:
+            key, _, path = argument.partition("=")
+            is_above = error.filename and Path(path.strip("'\"")).expanduser().is_relative_to(error.filename)
+            if key in ("hydra.run.dir", "hydra.sweep.dir") and is_above:
+                return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
         return f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
     text = str(error)
     has_options = isinstance(error, MissingConfigException) and error.options
@@ -139,7 +144,7 @@ def _wrong_choice(error: Exception) -> str | None:
     if group is None:
         return None
     choices = [option for option in options if not option.startswith("base")]
-    own_file = _OWN_FILE.get(group, "").format(choice)
+    own_file = "" if "/" in choice else _OWN_FILE.get(group, "").format(choice)
     meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + own_file
     return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
 
