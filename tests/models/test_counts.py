@@ -7,11 +7,12 @@ import pytest
 from composed import composed
 from sharding import count_model_parameters
 
-from lmscale.config import TransformerConfig
+from lmscale.config import Layout, TransformerConfig
 from lmscale.config.family import family_of
 from lmscale.config.model import ModelConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
+from lmscale.planner.params import count_parameters
 
 # name: (with the natural 50,257 or 30,522 rows, with 51,200 or 30,720)
 COUNTS = {
@@ -38,9 +39,10 @@ def paper_config(name: str, **changes) -> TransformerConfig:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_paper_model_has_exactly_its_parameters(name: str) -> None:
-    natural, padded = COUNTS[name]
-    assert sum(count_model_parameters(paper_config(name, vocab_multiple=1, norm_order="pre"))) == natural
-    assert sum(count_model_parameters(paper_config(name, norm_order="post"))) == padded
+    """Also by the planner's formulas."""
+    for changes, number in zip(({"vocab_multiple": 1}, {"norm_order": "post"}), COUNTS[name], strict=True):
+        config = paper_config(name, **{"norm_order": "pre"} | changes)
+        assert sum(count_model_parameters(config)) == count_parameters(config).total == number
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,8 @@ def test_the_shards_of_every_layout_sum_to_the_model_counting_replicated_paramet
     for tp_size in (2, 4) if name in TWENTY_HEADS else (2, 4, 8):
         sharded, replicated = count_model_parameters(config, tp_size)
         assert tp_size * sharded + replicated == COUNTS[name][1]
+        planned = count_parameters(config, Layout(tp_size=tp_size))
+        assert (planned.sharded_per_rank, planned.replicated) == (sharded, replicated)
         last = build_model(config, ParallelContext(tp_rank=tp_size - 1, tp_size=tp_size), seed=None, device="meta")
         assert {key: param.shard.full_shape for key, param in last.named_parameters()} == shapes
 

@@ -46,14 +46,15 @@ def test_initial_weights_have_the_papers_deviation_scaled_before_residuals(archi
     ],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("initializer, dtype", [("generator", torch.float32), ("counter", torch.bfloat16)])
 def test_initial_shards_are_bitwise_slices_of_the_whole_at_every_tp_size(
-    architecture: str, tp_size: int, sizes: dict
+    architecture: str, tp_size: int, sizes: dict, initializer: str, dtype: torch.dtype
 ) -> None:
-    config = small_config(architecture, **sizes)
-    whole = dict(build_model(config, ONE, seed=5).named_parameters())
+    config = small_config(architecture, initializer=initializer, **sizes)
+    whole = dict(build_model(config, ONE, seed=5, dtype=dtype).named_parameters())
     for tp_rank in range(tp_size):
         context = ParallelContext(tp_rank=tp_rank, tp_size=tp_size)
-        for name, param in build_model(config, context, seed=5).named_parameters():
+        for name, param in build_model(config, context, seed=5, dtype=dtype).named_parameters():
             assert param.shard.replicated or param.numel() * tp_size == whole[name].numel()
             assert torch.equal(param, local_part(whole[name], param, context)), (name, tp_rank)
 

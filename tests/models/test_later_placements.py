@@ -180,16 +180,6 @@ def test_deepnorm_scales_values_outputs_and_the_mlp_by_beta(family: str, initial
     assert other.mlp.down.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_a_shard_of_deepnorms_initial_weights_is_the_slice_of_the_whole() -> None:
-    config = config_of("deepnorm")
-    whole = build_model(config, ParallelContext(), seed=3).transformer.layers[0].attention.qkv.weight
-    parts = [
-        build_model(config, ParallelContext(tp_size=2, tp_rank=rank), seed=3).transformer.layers[0].attention.qkv.weight
-        for rank in range(2)
-    ]
-    assert torch.equal(torch.cat(parts), whole)
-
-
 @pytest.mark.parametrize("name", [*LATER, "pre"])
 def test_the_other_placements_scale_only_the_last_matrix_of_a_sublayer(name: str) -> None:
     layer = build_model(config_of(name), ParallelContext(), seed=None, device="meta").transformer.layers[-1]

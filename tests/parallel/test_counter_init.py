@@ -1,15 +1,12 @@
 """Initial weights by counter: the distribution, independence, and the same bits at every layout and compiled."""
 
-import dataclasses
 import hashlib
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from lmscale.checkpoint import Checkpoint, CheckpointMetadata
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext
@@ -72,20 +69,6 @@ def test_neighbours_in_columns_rows_and_parameters_are_independent(numbers) -> N
     assert torch.linalg.matrix_norm(numbers, 2) < 1.01 * (math.sqrt(1024) + math.sqrt(1031))  # no common direction
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("tp_size", [2, 4, 8])
-def test_shards_are_slices_of_the_whole_model(tp_size, dtype) -> None:
-    config = TransformerConfig("bert", 2, 64, 8, 500, 40, vocab_multiple=64, initializer="counter")
-    whole = dict(build_model(config, ParallelContext(), seed=3, dtype=dtype).named_parameters())
-    for rank in range(tp_size):
-        shard = build_model(config, ParallelContext(tp_rank=rank, tp_size=tp_size), seed=3, dtype=dtype)
-        for name, param in shard.named_parameters():
-            dim = param.shard.shard_dim
-            expected = whole[name] if dim is None else whole[name].chunk(tp_size, dim)[rank]
-            assert torch.equal(param, expected), name
-    assert whole["transformer.word_embedding.weight"][500:].abs().max() == 0
-
-
 def test_the_standard_deviations_are_those_of_the_generator() -> None:
     stds = []
     for initializer in ("generator", "counter"):
@@ -102,11 +85,3 @@ def test_large_parameters_are_drawn_in_parts_that_fit_together(monkeypatch) -> N
     monkeypatch.setattr("lmscale.parallel.init.NUMBERS_AT_ONCE", 7 * 64)
     for a, b in zip(whole.parameters(), build_model(config, ParallelContext(), seed=3).parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_checkpoint_does_not_depend_on_the_draw() -> None:
-    config = TransformerConfig("gpt", 2, 64, 4, 500, 40, initializer="counter")
-    before = {key: value for key, value in config.to_dict().items() if key != "initializer"}  # of an older version
-    for model in (config.to_dict(), before):
-        metadata = CheckpointMetadata(1, {}, model, tensors={}, files={}, optimizer={}, run={}, state={})
-        Checkpoint(Path("step_1.ckpt"), metadata).check_model(dataclasses.replace(config, initializer="generator"))
