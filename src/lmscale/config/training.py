@@ -16,7 +16,7 @@ class OptimizerConfig(Checked):
     """`optimizer=`: AdamW with the paper's groups (section 4.2): no decay on biases and LayerNorms.
 
     Args:
-        lr: peak learning rate.
+        lr: peak learning rate; by default the recipe's.
         beta1: decay rate of the first moment.
         beta2: decay rate of the second moment.
         eps: added to the denominator of the update.

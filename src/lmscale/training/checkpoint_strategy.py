@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..checkpoint import (
     Checkpoint,
-    CheckpointError,
     CheckpointMetadata,
     CheckpointWriter,
     TensorEntry,
@@ -20,7 +19,6 @@ from ..checkpoint import (
 )
 from ..checkpoint.model_tensors import model_shapes
 from ..parallel import ParallelContext, padding_of
-from ..runtime.lost_rank import abort_nccl
 from ..runtime.ranks import AgreedError, Ranks
 from .lightning_state import count_steps, from_json, loops_after, to_json
 from .step.learning_rate import UpdateSchedule
@@ -34,14 +32,6 @@ class ShardedCheckpointStrategy(DDPStrategy):
     parallel: ParallelContext
     writer: CheckpointWriter | None = None
     ranks = Ranks()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
-        gone."""
-        super().on_exception(exception)
-        # Nearly always every rank raises these.
-        if self.world_size > 1 and not isinstance(exception, AgreedError | CheckpointError):
-            abort_nccl()
 
     def begin_save(
         self,

@@ -19,11 +19,12 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from ..checkpoint import CheckpointWriter
+from ..checkpoint import CheckpointError, CheckpointWriter
 from ..config import Layout
 from ..parallel import ParallelContext, make_context
 from ..parallel.rendezvous import start_process_group
-from ..runtime.ranks import make_ranks
+from ..runtime.lost_rank import abort_nccl
+from ..runtime.ranks import AgreedError, make_ranks
 from .checkpoint_strategy import ShardedCheckpointStrategy
 from .step.optimizer import MixedPrecisionAdamW
 from .step.training_module import TrainingModule
@@ -215,6 +216,14 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         """Let the masters be what callbacks and the module have written into the weights, in hooks before this one."""
         super().on_train_start()
         self.optimizers[0].take_weights()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
+        gone."""
+        super().on_exception(exception)
+        # Nearly always every rank raises these.
+        if self.world_size > 1 and not isinstance(exception, AgreedError | CheckpointError):
+            abort_nccl()
 
     def teardown(self) -> None:
         """Leave weights and optimizer on the device, unlike DDPStrategy: a shard with its moments may not fit into the
