@@ -49,9 +49,9 @@ BAD = {
         "`data.path` needs data=indexed (binary token files, of prepare_data.py or of Megatron-LM's own tool) or "
         "data=local (your own file or folder), but `data` is another choice",
     ),
-    "a sweep without -m, in Hydra's words": (
+    "a sweep without -m": (
         ["optimizer.lr=1e-3,3e-3"],
-        "Ambiguous value for argument 'optimizer.lr=1e-3,3e-3' 1. To use it as a list, ",
+        "`optimizer.lr` must be one value without -m, which sweeps over",
     ),
     "grammar": (
         ["trainer.max_steps=[1"],

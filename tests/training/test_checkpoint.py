@@ -28,6 +28,8 @@ from lmscale.parallel import ParallelContext
 from lmscale.runtime import ranks
 from lmscale.runtime.exit_codes import DONE, INTERRUPTED
 from lmscale.runtime.interruption import Interruption
+from lmscale.training import resolve as resolve_module
+from lmscale.training import resuming
 from lmscale.training.callbacks import checkpointing
 from lmscale.training.callbacks.sample_digest import SampleDigest
 from lmscale.training.pretrain import pretrain
@@ -225,6 +227,20 @@ def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path) -> 
     run = tiny_run("gpt", tmp_path, resume=str(finished), trainer__max_steps=5)
     with pytest.raises(ValueError, match="`trainer.max_steps` must be at least the 6 steps .* has done, but is 5$"):
         resolve(run)
+
+
+def test_a_restart_of_a_run_from_weights_alone_continues_its_own_checkpoint_as_any_run(
+    finished, tmp_path, monkeypatch
+) -> None:
+    run = tiny_run("gpt", tmp_path, resume={"path": str(finished), "weights_only": True}, trainer__stop_after_steps=2)
+    train_here(run)
+    for module in (resuming, resolve_module):
+        monkeypatch.setattr(module, "is_restart", lambda: True)
+    run = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, stop_after_steps=None))
+    start = resolve(run).start
+    assert start.resumes and start.step == 2
+    with pytest.raises(ValueError, match="is of a run over other samples: seed is 7 here"):
+        resolve(dataclasses.replace(run, seed=7))
 
 
 def test_a_base_size_of_null_is_that_of_the_model() -> None:

@@ -115,6 +115,9 @@ def _one_line(error: Exception) -> str:
     ungiven = re.search(r"You must specify '([^']+)'.*Available options:(.*)", text, re.S)
     if ungiven:
         return f"`{ungiven.group(1)}` must be one of {', '.join(ungiven.group(2).split())}, but is not given"
+    swept = re.search(r"Ambiguous value for argument '([^'=]+)=([^']*)'", text)
+    if swept:
+        return f"`{swept[1]}` must be one value without -m, which sweeps over several, but is {swept[2]}"
     unknown = re.search(r"Could not override '([^']+)'", text)
     if unknown:
         choices = _choices_with(unknown[1])

@@ -37,9 +37,10 @@ def agree_on_start(run: Run, session: RankSession) -> Start:
     request, ranks = run.request, session.strategy.ranks
     checkpoint = agree_on_checkpoint(request, session.folder, ranks)
     start = Start.at(checkpoint, request, session.folder)
-    if checkpoint is None:
+    if checkpoint is not None:
+        checkpoint.check_model(run.model)
+    if not start.resumes:
         return start
-    checkpoint.check_model(run.model)
     check = partial(check_fit, request, run.corpus.content_hash, checkpoint)  # rank 0 looks for a record
     optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))
     return replace(start, optimizer=optimizer, schedule=schedule)

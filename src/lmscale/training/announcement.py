@@ -46,7 +46,7 @@ def announce(run: Run, session: RankSession, num_scored: int) -> None:
     if then.sizes != layout.sizes:
         print(f"layout: changed from the checkpoint's {then} to {layout}", flush=True)
     schedule = start.schedule
-    if start.checkpoint and not request.resume.weights_only:
+    if start.resumes:
         cooldown = schedule.cooldown_steps
         print(
             f"schedule: {schedule.decay} ({schedule.formula}) over {schedule.decay_steps} updates, warm-up "

@@ -49,9 +49,10 @@ def resolve(request: RunConfig, world: World | None = None, files: dict[str, str
         from .resuming import check_fit
 
         start.checkpoint.check_model(model)
-        optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint)
-        start = replace(start, optimizer=optimizer, schedule=schedule)
-        resumed = None if request.resume.weights_only else start.checkpoint.metadata.run
+        if start.resumes:
+            optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint)
+            start = replace(start, optimizer=optimizer, schedule=schedule)
+            resumed = start.checkpoint.metadata.run
     num_validation = resolve_validation(request, corpus, run.on_gpu, resumed)
     decided = {"model": model, "start": start, "corpus": corpus, "num_validation_samples": num_validation}
     return replace(run, files=files or {}, **decided)
@@ -107,7 +108,9 @@ def check(request: RunConfig, world: World | None = None) -> Run:
 
         with run_folder_errors(folder):
             checkpoint = find_checkpoint(request)
-        kept = None if request.resume.weights_only else kept_metadata(checkpoint, on_gpu)
+    start = Start.at(checkpoint, request, folder)
+    if start.resumes:
+        kept = kept_metadata(checkpoint, on_gpu)
 
     config = request.model.resolve(STAND_IN_VOCAB_SIZE)
     flops = request.trainer.max_steps * model_flops_per_step(config, request.data.seq_length, request.global_batch_size)
@@ -129,7 +132,7 @@ def check(request: RunConfig, world: World | None = None) -> Run:
         kernels=kernels,
         compile_choice=choice,
         measures_attention=attention is None,
-        start=Start.at(checkpoint, request, folder),
+        start=start,
     )
 
 

@@ -113,19 +113,16 @@ def kept_metadata(checkpoint: Checkpoint | None, on_gpu: bool) -> CheckpointMeta
 
 
 def check_fit(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple[OptimizerConfig, ScheduleConfig]:
-    """Check that a run fits the checkpoint of its model that it starts from; returns its optimizer and schedule.
+    """Check that a run fits the checkpoint of its model that it continues; returns its optimizer and schedule.
 
     Args:
         corpus_hash: hash of the tokenized training text.
 
     Raises:
-        ValueError: unless `resume.weights_only`, the initial weights or the data differ; every difference is listed.
-            The checkpoint is past the end of the run. The rates so far or the optimizer differ under
-            `resume.schedule=assert`.
+        ValueError: the initial weights or the data differ; every difference is listed. The checkpoint is past the end
+            of the run. The rates so far or the optimizer differ under `resume.schedule=assert`.
     """
     name, metadata = checkpoint.path.name, checkpoint.metadata
-    if run.resume.weights_only:
-        return run.optimizer, run.schedule
     if not metadata.optimizer:
         raise ValueError(f"checkpoint {name} has only weights; `resume.weights_only`=true starts a run from them")
     lacking = [key for key in _COUNTERS if key not in metadata.optimizer] + [
