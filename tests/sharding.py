@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import compile_fx
 
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
@@ -40,6 +39,8 @@ def compiler(backend: str) -> AbstractContextManager:
     """Compile with another backend, which gets the same graphs; Inductor takes 20 s to generate their code."""
     if backend == "inductor":
         return nullcontext()
+    from torch._inductor import compile_fx  # takes seconds, which few tests need
+
     compile_graph = torch._dynamo.lookup_backend(backend)
     return mock.patch.object(compile_fx, "compile_fx", lambda graph, inputs, **_: compile_graph(graph, inputs))
 
@@ -138,6 +139,11 @@ def differences_from_plain(
         "gradients": gradients,
         "norm": abs(norms[1] / norms[0] - 1.0),
     }
+
+
+def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Equal names, dtypes and bits."""
+    return a.keys() == b.keys() and all(a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a)
 
 
 def count_model_parameters(config: TransformerConfig, tp_size: int = 1) -> tuple[int, int]:

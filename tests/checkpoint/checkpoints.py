@@ -85,11 +85,6 @@ def change_metadata(path: Path, change: Callable[[dict], object]) -> None:
     (path / METADATA).write_text(json.dumps({"checksum": metadata_module._checksum(values)} | values))
 
 
-def equal_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    """Equal names, dtypes and bits."""
-    return a.keys() == b.keys() and all(a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in a)
-
-
 def without_layout(path: Path) -> dict:
     """The metadata of a checkpoint without the locations of its tensors."""
     values = vars(Checkpoint.open(path).metadata)

@@ -16,7 +16,6 @@ from checkpoints import (
     FAMILIES,
     GPT,
     change_metadata,
-    equal_tensors,
     family_config,
     padded,
     read_all,
@@ -24,6 +23,7 @@ from checkpoints import (
     with_multiple,
     without_layout,
 )
+from sharding import equal_tensors
 
 from lmscale.checkpoint import Checkpoint, CheckpointError, TensorEntry, latest_checkpoint, write_offline
 from lmscale.checkpoint.model_tensors import model_shapes

@@ -16,7 +16,6 @@ from checkpoints import (
     MEGATRON_BERT,
     edit_config,
     edit_tensors,
-    equal_tensors,
     family_config,
     load_ours,
     padded,
@@ -27,7 +26,7 @@ from checkpoints import (
     with_multiple,
 )
 from safetensors.torch import load_file
-from sharding import random_batch
+from sharding import equal_tensors, random_batch
 from torch import Tensor
 
 from lmscale.checkpoint import Checkpoint, CheckpointError

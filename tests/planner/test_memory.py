@@ -113,13 +113,13 @@ def test_activations_of_dummy_heads_equal_those_saved_by_a_real_forward_pass(att
     assert estimate <= saved_bytes(config, dtype, context) + gradient_of_rows <= 1.01 * estimate
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_gradients_and_optimizer_equal_those_of_real_steps(dtype: str) -> None:
+@pytest.mark.parametrize("dtype, moments", [*((dtype, "fp32") for dtype in DTYPES), ("fp32", "bf16"), ("bf16", "bf16")])
+def test_weights_gradients_and_optimizer_equal_those_of_real_steps(dtype: str, moments: str) -> None:
     config = small_model("gpt")
     model = build_model(config, ParallelContext(), seed=1, dtype=DTYPES[dtype])
     optimizer = MixedPrecisionAdamW(
         model.named_parameters(),
-        OptimizerConfig(lr=1e-3),
+        OptimizerConfig(lr=1e-3, moments=moments),
         PrecisionConfig(dtype, initial_loss_scale=1.0),
         ParallelContext(),
     )
@@ -132,7 +132,7 @@ def test_weights_gradients_and_optimizer_equal_those_of_real_steps(dtype: str) -
     held = [*model.parameters(), *optimizer.tensors().values(), *optimizer.gradients().values()]
     held += [param.grad for param in model.parameters() if param.grad is not None]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}
-    estimate = estimate_memory(training(config, BATCH, dtype=dtype), Layout())
+    estimate = estimate_memory(training(config, BATCH, dtype=dtype, half_moments=moments == "bf16"), Layout())
     assert sum(storages.values()) == estimate.weights + estimate.gradients + estimate.optimizer_state
 
 

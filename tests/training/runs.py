@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from ranks import run_in_turn, run_ranks
+from sharding import equal_tensors
 
 from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config.pretrain import RunConfig
@@ -164,6 +165,4 @@ def assert_same_run(one: Path, other: Path) -> None:
     for row, twin in zip(read_rows(one), read_rows(other), strict=True):
         for column in ("step", "train/loss", "grad_norm", "lr"):
             assert row[column] == twin[column], (column, row["step"])
-    tensors, others = read_tensors(one), read_tensors(other)
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+    assert equal_tensors(read_tensors(one), read_tensors(other))

@@ -47,6 +47,14 @@ def trainer(folder: Path, **options) -> L.Trainer:
     )
 
 
+def fit_and_save(path: Path, *given: object, **options) -> L.Trainer:
+    """The trainer that has fitted a module on its data, new ones if none are given, and saved the checkpoint `path`."""
+    fitted = trainer(path.parent, **options)
+    fitted.fit(*(given or parts()))
+    fitted.save_checkpoint(path)
+    return fitted
+
+
 def logged(folder: Path, column: str) -> list[float]:
     """One column of the CSV logger's file, without empty cells."""
     with open(folder / "logs" / "metrics.csv", encoding="utf-8", newline="") as file:

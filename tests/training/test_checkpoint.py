@@ -19,6 +19,7 @@ import pytest
 import torch
 from ranks import torchrun_rank
 from runs import assert_same_run, read_record, read_rows, read_tensors, run_jobs, tiny_run, train_here
+from sharding import equal_tensors
 
 from lmscale.checkpoint import METADATA, Checkpoint, CheckpointError, CheckpointMetadata, list_checkpoints
 from lmscale.config import TransformerConfig
@@ -65,9 +66,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(
             assert repr(row[column]) == repr(other[column]), (column, row["step"])  # also nan, of a skipped step
         if row["step"] % 2 == 0:
             assert row["val/loss"] == other["val/loss"]
-    tensors, others = read_tensors(tmp_path / "whole"), read_tensors(tmp_path / "parts")
-    assert tensors.keys() == others.keys()
-    assert all(torch.equal(tensors[key], others[key]) for key in tensors)
+    tensors = read_tensors(tmp_path / "whole")
+    assert equal_tensors(tensors, read_tensors(tmp_path / "parts"))
     types = {key.partition("/")[0]: tensor.dtype for key, tensor in tensors.items()}
     half = torch.bfloat16 if moments == "bf16" else torch.float32
     assert types == {"model": torch.float32, "exp_avg": half, "exp_avg_sq": half}  # of half types the masters
@@ -299,11 +299,13 @@ def test_a_run_over_other_samples_is_refused(finished, tmp_path, key: str, value
         resolve(run)
 
 
+# The learning rate is too high from the second step on, so the first step is the best.
+WORSE = {"trainer__validate_every_steps": 1, "optimizer__lr": 1.0, "schedule__decay": "constant", "resume": "auto"}
+WORSE |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
+
+
 def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
-    """The learning rate is too high from the second step on, so the first step is the best."""
-    settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 8, "optimizer__lr": 1.0, "resume": "auto"}
-    settings |= {"schedule__decay": "constant", "checkpoint__keep_last": 1, "checkpoint__keep_best": 2}
-    settings |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
+    settings = WORSE | {"trainer__max_steps": 8, "checkpoint__keep_last": 1, "checkpoint__keep_best": 2}
     for stop in (5, None):
         train(tiny_run("gpt", tmp_path, trainer__stop_after_steps=stop, **settings))
     losses = {int(row["step"]): row["val/loss"] for row in read_rows(tmp_path)}
@@ -317,10 +319,7 @@ def test_the_best_checkpoints_are_kept_also_after_a_resume(tmp_path) -> None:
 
 
 def test_a_resumed_run_saves_a_validation_only_if_it_is_better_than_those_before(tmp_path) -> None:
-    """The learning rate is too high from the second step on, so no later step is better than the first."""
-    settings = {"trainer__validate_every_steps": 1, "trainer__max_steps": 5, "optimizer__lr": 1.0, "resume": "auto"}
-    settings |= {"schedule__decay": "constant", "checkpoint__keep_last": None, "checkpoint__keep_best": 1}
-    settings |= {"schedule__warmup_steps": 8, "trainer__num_validation_samples": 40}
+    settings = WORSE | {"trainer__max_steps": 5, "checkpoint__keep_last": None, "checkpoint__keep_best": 1}
     for stop in (3, None):
         train(tiny_run("gpt", tmp_path, trainer__stop_after_steps=stop, **settings))
     losses = [row["val/loss"] for row in read_rows(tmp_path)]
@@ -376,8 +375,7 @@ def test_decays_that_branch_off_are_bitwise_the_runs_that_had_their_schedule_fro
         assert [row["step"] for row in read_rows(branch)] == list(range(step + 1, last + 1))
         for row, other in zip(read_rows(branch), read_rows(whole)[step:], strict=True):
             assert (row["lr"], row["train/loss"]) == (other["lr"], other["train/loss"])
-        tensors, others = read_tensors(branch), read_tensors(whole)
-        assert tensors.keys() == others.keys() and all(torch.equal(tensors[key], others[key]) for key in tensors)
+        assert equal_tensors(read_tensors(branch), read_tensors(whole))
     assert [path.name for path in list_checkpoints(tmp_path / "stable" / "checkpoints")][-1] == "step_4.ckpt"
 
 

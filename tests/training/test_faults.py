@@ -129,17 +129,21 @@ def test_damage_found_by_one_rank_makes_all_ranks_use_the_previous_checkpoint(tm
     assert_same_run(tmp_path / "whole", folder)
 
 
-@pytest.mark.parametrize("in_background", [False, True])
-def test_a_full_disk_is_reported_and_training_continues(whole, tmp_path, capfd, monkeypatch, in_background) -> None:
-    fails_at = {"step_2", "step_3"}
+def fill_disk(monkeypatch, *steps: int) -> None:
+    """Let the second moments of these steps find no room."""
     original = TensorFileWriter.write
 
     def write(self, name, tensor):
-        if any(step in str(self.path) for step in fails_at) and "exp_avg_sq" in name:
+        if any(f"step_{step}" in str(self.path) for step in steps) and "exp_avg_sq" in name:
             raise OSError(28, "No space left on device")
         return original(self, name, tensor)
 
     monkeypatch.setattr(TensorFileWriter, "write", write)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_is_reported_and_training_continues(whole, tmp_path, capfd, monkeypatch, in_background) -> None:
+    fill_disk(monkeypatch, 2, 3)
     assert train_here(run_of(tmp_path, checkpoint__async=in_background)) == 0
     stderr = capfd.readouterr().err
     for step, kept in ((2, 1), (3, 1)):
@@ -151,14 +155,7 @@ def test_a_full_disk_is_reported_and_training_continues(whole, tmp_path, capfd, 
 
 
 def test_a_full_disk_at_the_last_step_is_reported_once(tmp_path, capfd, monkeypatch) -> None:
-    original = TensorFileWriter.write
-
-    def write(self, name, tensor):
-        if "step_3" in str(self.path):
-            raise OSError(28, "No space left on device")
-        return original(self, name, tensor)
-
-    monkeypatch.setattr(TensorFileWriter, "write", write)
+    fill_disk(monkeypatch, 3)
     run = run_of(tmp_path, checkpoint__async=True, trainer__stop_after_steps=3)
     assert train_here(run) == NOT_SAVED
     (line,) = capfd.readouterr().err.splitlines()
@@ -167,13 +164,10 @@ def test_a_full_disk_at_the_last_step_is_reported_once(tmp_path, capfd, monkeypa
 
 
 def test_a_full_disk_stops_the_run_if_configured(tmp_path, capfd, monkeypatch) -> None:
-    def write(self, name, tensor):
-        raise OSError(28, "No space left on device")
-
     folder = tmp_path / "run"
     assert train_here(run_of(folder, trainer__stop_after_steps=2)) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(TensorFileWriter, "write", write)
+        fill_disk(patch, 3, 4, 5)
         assert train_here(run_of(folder, checkpoint__on_error="stop")) == NOT_SAVED
         assert "step_2.ckpt stays; the run stops" in capfd.readouterr().err
         assert train_here(run_of(folder, checkpoint__on_error="continue")) == NOT_SAVED  # the last save failed as well

@@ -5,13 +5,10 @@ import torch
 from runs import read_rows, tiny_run, train_here
 from sharding import compiler, small_config
 
-from lmscale.config import Layout
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, ShardSpec
 from lmscale.parallel.rng import counter_bits
-from lmscale.planner.memory import estimate_memory
-from lmscale.planner.workload import Workload
 from lmscale.training.step import adamw as adamw_module
 from lmscale.training.step.adamw import adamw, adamw_in_blocks, adamw_of_groups, place_of, round_to_bf16
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
@@ -141,18 +138,3 @@ def test_a_run_stays_close_to_fp32(tmp_path) -> None:
     plain, half = ([row["train/loss"] for row in read_rows(tmp_path / name)] for name in ("fp32", "bf16"))
     assert half == pytest.approx(plain, rel=2e-3)
     assert half[-1] != plain[-1]
-
-
-@pytest.mark.parametrize(("name", "state"), [("fp32", 4), ("bf16", 8)])
-def test_the_state_has_the_estimated_size(name, state) -> None:
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
-    model = build_model(small_config("gpt"), ParallelContext(), seed=1, dtype=dtype)
-    config = OptimizerConfig(lr=1e-3, moments="bf16")
-    optimizer = MixedPrecisionAdamW(model.named_parameters(), config, PrecisionConfig(name), ParallelContext())
-    torch.stack([param.float().sum() for param in model.parameters()]).sum().backward()
-    optimizer.step()
-    moments = [tensor for key, tensor in optimizer.tensors().items() if key.startswith("exp_avg")]
-    count = sum(param.numel() for param in model.parameters())
-    assert sum(tensor.numel() * tensor.element_size() for tensor in moments) == 4 * count
-    job = Workload(small_config("gpt"), 1, 1, 8, name, half_moments=True)
-    assert estimate_memory(job, Layout()).optimizer_state == state * count

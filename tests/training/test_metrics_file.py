@@ -4,6 +4,7 @@ import csv
 import errno
 import resource
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -24,6 +25,13 @@ def rows(path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def resumed(folder: Path, step: int = 0, *columns: tuple[str, ...]) -> MetricsFile:
+    """The file of a run that goes on after a step."""
+    logger = MetricsFile(folder / "metrics.csv", *columns)
+    logger.resume_at(step)
+    return logger
+
+
 def write(logger: MetricsFile, steps: range) -> None:
     for step in steps:
         logger.log_metrics({"train/loss": 1.0 / step, "lr": 0.1}, step)
@@ -34,8 +42,7 @@ def full(path, *args, **kwargs) -> None:
 
 
 def test_validation_is_added_to_the_row_of_its_step(tmp_path) -> None:
-    logger = MetricsFile(tmp_path / "metrics.csv")
-    logger.resume_at(0)
+    logger = resumed(tmp_path)
     logger.log_metrics({"val/loss": 9.0}, 0)  # before the first step
     write(logger, range(1, 3))
     logger.log_metrics({"val/loss": 5.0, "val/perplexity": 148.4}, 2)
@@ -45,27 +52,23 @@ def test_validation_is_added_to_the_row_of_its_step(tmp_path) -> None:
 
 
 def test_a_resume_keeps_earlier_rows_and_drops_later_and_truncated_ones(tmp_path) -> None:
-    path = tmp_path / "metrics.csv"
-    first = MetricsFile(path)
-    first.resume_at(0)
+    first = resumed(tmp_path)
+    path = first.path
     write(first, range(1, 8))
     with open(path, "a", encoding="utf-8") as file:
         file.write("8,0.1\n9,0.1\n1")  # killed after the first digit of step 10
-    second = MetricsFile(path)
-    second.resume_at(4)
+    second = resumed(tmp_path, 4)
     write(second, range(5, 10))
     assert [int(row["step"]) for row in rows(path)] == list(range(1, 10))
     assert all(float(row["train/loss"]) == 1.0 / int(row["step"]) for row in rows(path))
 
 
 def test_a_resume_loses_no_row_of_a_file_with_a_byte_order_mark_and_other_letters(tmp_path) -> None:
-    path = tmp_path / "metrics.csv"
-    first = MetricsFile(path)
-    first.resume_at(0)
+    first = resumed(tmp_path)
+    path = first.path
     first.log_metrics({"train/loss": 0.5, "Länge": 1.0}, 1)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # saved by a spreadsheet
-    second = MetricsFile(path)
-    second.resume_at(1)
+    second = resumed(tmp_path, 1)
     second.log_metrics({"train/loss": 0.5}, 2)
     second.log_metrics({"train/loss": 0.5, "new": 2.0}, 3)
     second.log_metrics({"train/loss": 0.5}, 4)
@@ -109,15 +112,13 @@ def test_a_line_that_a_full_disk_cut_is_not_followed_by_others(tmp_path, capsys)
 
 def test_a_run_from_scratch_starts_a_new_file(tmp_path) -> None:
     for stop in (6, 3):
-        logger = MetricsFile(tmp_path / "metrics.csv")
-        logger.resume_at(0)
+        logger = resumed(tmp_path)
         write(logger, range(1, stop))
     assert len(rows(logger.path)) == 2
 
 
 def test_rows_are_buffered_while_the_disk_is_full_with_one_warning(tmp_path, monkeypatch, capsys) -> None:
-    logger = MetricsFile(tmp_path / "metrics.csv")
-    logger.resume_at(0)
+    logger = resumed(tmp_path)
     write(logger, range(1, 3))
 
     with monkeypatch.context() as patched:
@@ -146,12 +147,10 @@ def test_if_the_disk_is_full_from_the_start_the_whole_file_is_written_later(tmp_
 
 def test_a_metric_that_only_the_later_part_has_gets_a_column(tmp_path, monkeypatch) -> None:
     """As with logger.layer_grad_norms=true at a resume, or on a machine with a known peak rate."""
-    first = MetricsFile(tmp_path / "metrics.csv")
-    first.resume_at(0)
+    first = resumed(tmp_path)
     write(first, range(1, 3))
     first.log_metrics({"val/loss": 5.0}, 2)
-    second = MetricsFile(tmp_path / "metrics.csv")
-    second.resume_at(2)
+    second = resumed(tmp_path, 2)
     write(second, range(3, 4))
     with monkeypatch.context() as patched:
         patched.setattr("lmscale.training.loggers.write_atomically", full)
@@ -160,8 +159,7 @@ def test_a_metric_that_only_the_later_part_has_gets_a_column(tmp_path, monkeypat
     second.log_metrics({"train/loss": 0.2, "lr": 0.1, "mfu": 0.5}, 5)
     assert [row["mfu"] for row in rows(second.path)] == ["", "", "", "0.4", "0.5"]
     assert [row["val/loss"] for row in rows(second.path)] == ["", "5.0", "", "", ""]
-    third = MetricsFile(tmp_path / "metrics.csv")
-    third.resume_at(5)
+    third = resumed(tmp_path, 5)
     write(third, range(6, 7))
     third.log_metrics({"val/loss": 4.0}, 6)
     assert [row["mfu"] for row in rows(third.path)] == ["", "", "", "0.4", "0.5", ""]
@@ -171,11 +169,9 @@ def test_a_metric_that_only_the_later_part_has_gets_a_column(tmp_path, monkeypat
 
 
 def test_a_resumed_run_gets_the_validation_columns_that_its_file_lacks(tmp_path) -> None:
-    first = MetricsFile(tmp_path / "metrics.csv")
-    first.resume_at(0)
+    first = resumed(tmp_path)
     write(first, range(1, 3))
-    second = MetricsFile(tmp_path / "metrics.csv", ("val/loss", "val/penalty_loss"))
-    second.resume_at(2)
+    second = resumed(tmp_path, 2, ("val/loss", "val/penalty_loss"))
     write(second, range(3, 4))
     second.log_metrics({"val/loss": 5.0, "val/penalty_loss": 0.5}, 3)
     assert [row["val/penalty_loss"] for row in rows(second.path)] == ["", "", "0.5"]

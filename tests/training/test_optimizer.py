@@ -57,25 +57,6 @@ def test_the_tensors_to_be_saved_are_no_copies_and_need_no_gradient(dtype: str) 
         assert not saved.requires_grad
 
 
-def test_fp32_without_clipping_is_torchs_adamw() -> None:
-    model, optimizer = make(max_grad_norm=None)
-    reference_model = build_model(small_config("bert"), ParallelContext(), seed=3)
-    reference = torch.optim.AdamW(
-        [
-            {"params": [p for p in reference_model.parameters() if p.ndim > 1], "weight_decay": 0.01},
-            {"params": [p for p in reference_model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-        ],
-        lr=0.01,
-    )
-    for step in range(3):
-        set_gradients(model, optimizer, step)
-        set_gradients(reference_model, reference, step)
-        optimizer.step()
-        reference.step()
-    for ours, theirs in zip(model.parameters(), reference_model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
 EARLY, LATE = "transformer.layers.0.", "norm"  # prefix of what is frozen at once, part of what is after a step
 
 
@@ -116,10 +97,11 @@ def test_frozen_weights_and_their_moments_stay_to_the_bit(dtype, moments, compil
             assert torch.equal(before, drawn[key]), key
 
 
-def test_frozen_weights_are_skipped_as_by_torch_also_in_the_norm() -> None:
+@pytest.mark.parametrize("freezes", [False, True])
+def test_fp32_is_torchs_adamw_and_frozen_weights_are_skipped_also_in_the_norm(freezes: bool) -> None:
     model, reference = (build_model(small_config("bert"), ParallelContext(), seed=3) for _ in range(2))
     for each in (model, reference):
-        each.transformer.requires_grad_(False)
+        each.transformer.requires_grad_(not freezes)
     config = OptimizerConfig(lr=0.01, weight_decay=0.3, max_grad_norm=0.5)
     optimizer = MixedPrecisionAdamW(model.named_parameters(), config, PrecisionConfig("fp32"), ParallelContext())
     groups = [([p for p in reference.parameters() if (p.ndim > 1) == decays], 0.3 * decays) for decays in (True, False)]
@@ -186,9 +168,24 @@ def test_masters_that_are_not_read_from_a_checkpoint_stay() -> None:
     assert all(map(torch.equal, optimizer.masters, drawn))
 
 
-@pytest.mark.parametrize("dtype, moments", [("fp16", "fp32"), ("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")])
-def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype, moments) -> None:
-    model, optimizer = make(dtype, moments=moments)
+@pytest.fixture
+def compiles(request) -> Iterator[bool]:
+    """Whether the step is compiled, with the backend of the parameter."""
+    torch.compiler.reset()
+    with compiler(request.param or "inductor"):
+        yield request.param is not None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments", "compiles"),
+    [
+        *((*types, None) for types in (("fp16", "fp32"), ("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32"))),
+        *(pytest.param("fp16", moments, "inductor", marks=pytest.mark.slow) for moments in ("fp32", "bf16")),
+    ],
+    indirect=["compiles"],
+)
+def test_a_step_with_a_non_finite_gradient_is_skipped_and_changes_nothing(dtype, moments, compiles) -> None:
+    model, optimizer = make(dtype, compiles=compiles, moments=moments)
     before = [p.clone() for p in model.parameters()]
     for value in (float("inf"), float("nan")):
         set_gradients(model, optimizer)
@@ -244,14 +241,6 @@ def adamw_in_fp64(master, gradient, moments, number: int, beta1: float, lr: floa
     second = 0.999 * moments[1].double() + 0.001 * gradient.square()
     step = first / (1 - beta1**number) / ((second / (1 - 0.999**number)).sqrt() + 1e-8)
     return master - lr * decay * master - lr * step, first, second
-
-
-@pytest.fixture
-def compiles(request) -> Iterator[bool]:
-    """Whether the step is compiled, with the backend of the parameter."""
-    torch.compiler.reset()
-    with compiler(request.param or "inductor"):
-        yield request.param is not None
 
 
 @pytest.mark.parametrize(
@@ -310,24 +299,6 @@ def test_the_host_needs_few_calls_and_little_time_per_parameter(moments) -> None
             seconds.append(time.thread_time() - start)
     assert calls.call_count <= 4 * 6
     assert min(seconds) < 30e-6 * len(optimizer.masters)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_a_compiled_step_with_a_non_finite_gradient_changes_nothing(moments) -> None:
-    torch.compiler.reset()
-    model, optimizer = make("fp16", compiles=True, moments=moments)
-    for value in (None, float("inf"), float("nan")):
-        set_gradients(model, optimizer)
-        if value is not None:
-            next(iter(optimizer.gradients().values())).view(-1)[5] = value
-            before = [tensor.clone() for tensor in (*model.parameters(), *optimizer.tensors().values())]
-        optimizer.step()
-        if value is not None:
-            after = [*model.parameters(), *optimizer.tensors().values()]
-            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    counters = optimizer.counters.read()
-    assert (counters.num_updates, counters.num_skipped, counters.loss_scale) == (1, 2, 512.0)
 
 
 def test_torchs_kernel_is_told_0_for_an_update_and_1_for_a_skipped_step(monkeypatch) -> None:

@@ -1,7 +1,7 @@
 """Modules, optimizers and schedules of a user's own under a stock Trainer, and the scripts of the library guide."""
 
+import functools
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from nbclient import NotebookClient
 from ranks import run_in_turn, run_ranks
 from runs import REPOSITORY
-from stock import parts, run_script, trainer
+from stock import fit_and_save, parts, run_script, trainer
 from torch.utils.data import DataLoader, Dataset
 
 from lmscale.checkpoint import CheckpointError
@@ -122,8 +122,8 @@ class TorchSchedule(GPTModule):
 
 
 SCHEDULES = {
-    "from the last rate": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
-    "with momentum": partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=6),
+    "from the last rate": functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5),
+    "with momentum": functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=6),
 }
 
 
@@ -132,8 +132,7 @@ def test_a_schedule_of_torch_goes_on_from_the_rates_of_the_checkpoint(tmp_path, 
     module, data = parts()
     whole, first, resumed = (TorchSchedule(module.config, make=SCHEDULES[name]) for _ in range(3))
     trainer(tmp_path / "whole", max_steps=4).fit(whole, data)
-    (two := trainer(tmp_path / "first", max_steps=2)).fit(first, parts()[1])
-    two.save_checkpoint(tmp_path / "two.ckpt")
+    fit_and_save(tmp_path / "two.ckpt", first, parts()[1], max_steps=2)
     trainer(tmp_path / "resumed", max_steps=4).fit(resumed, parts()[1], ckpt_path=tmp_path / "two.ckpt")
     assert resumed.step_lr == whole.step_lr
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
@@ -185,10 +184,10 @@ def test_the_first_block_has_ten_lines_and_runs_in_a_notebook(tmp_path: Path) ->
     assert shown["data"]["text/plain"] == "8"
 
 
-def own_module() -> dict[str, Any]:
-    """The names of the guide's last block."""
+def own_module(*changes: tuple[str, str]) -> dict[str, Any]:
+    """The names of the guide's last block with other words in it."""
     names: dict[str, Any] = {"__name__": "guide"}
-    exec(BLOCKS[2], names)
+    exec(functools.reduce(lambda code, change: code.replace(*change), changes, BLOCKS[2]), names)
     return names
 
 
@@ -226,10 +225,8 @@ def test_a_module_of_our_layers_equals_one_process_and_resumes_at_another_tp_siz
     ],
 )
 def test_a_module_that_would_train_on_anything_is_refused(change, message, tmp_path) -> None:
-    names: dict[str, Any] = {"__name__": "guide"}
-    exec(BLOCKS[2].replace(*change), names)
     with pytest.raises(ValueError, match=message):
-        names["fit"](tmp_path, tp_size=1, devices=1, max_steps=1)
+        own_module(change)["fit"](tmp_path, tp_size=1, devices=1, max_steps=1)
 
 
 def test_the_trainers_precision_must_be_that_of_the_module(tmp_path) -> None:
@@ -248,10 +245,9 @@ def test_the_trainers_precision_must_be_that_of_the_module(tmp_path) -> None:
 def test_a_checkpoint_of_other_layers_is_refused(tmp_path, change, found) -> None:
     """The first half of its rows would fit: they are those of one of two tensor ranks."""
     own_module()["fit"](tmp_path, tp_size=1, devices=1, max_steps=1)
-    names: dict[str, Any] = {"__name__": "guide"}
-    exec(BLOCKS[2].replace(*change).replace("(32, 2,", "(16, 2,"), names)
+    fit = own_module(change, ("(32, 2,", "(16, 2,"))["fit"]
     with pytest.raises(CheckpointError, match=f"^checkpoint last.ckpt is of another model: the shape of {found}$"):
-        names["fit"](tmp_path, tp_size=1, devices=1, max_steps=2, ckpt_path=tmp_path / "last.ckpt")
+        fit(tmp_path, tp_size=1, devices=1, max_steps=2, ckpt_path=tmp_path / "last.ckpt")
 
 
 def test_a_module_of_our_layers_loads_from_a_checkpoint_with_what_it_was_made_of(tmp_path) -> None:
@@ -261,9 +257,8 @@ def test_a_module_of_our_layers_loads_from_a_checkpoint_with_what_it_was_made_of
             self.save_hyperparameters()
 
     rows = DataLoader([{"x": torch.ones(8).double(), "y": torch.zeros(2).double()}])
-    module, one = Named("a"), trainer(tmp_path, max_steps=1, precision="32-true")
-    one.fit(module, rows)
-    one.save_checkpoint(tmp_path / "one.ckpt")
+    module = Named("a")
+    fit_and_save(tmp_path / "one.ckpt", module, rows, max_steps=1, precision="32-true")
     for name, options in (("a", {}), ("b", {"name": "b"})):
         loaded = Named.load_from_checkpoint(tmp_path / "one.ckpt", **options)
         trainer(tmp_path, max_steps=0, precision="32-true").fit(loaded, rows)

@@ -35,13 +35,17 @@ def test_both_formulas_give_the_published_rates(settings, peak, t, megatron_v1, 
     assert learning_rate(t, v1, peak) == pytest.approx(megatron_v1, rel=5e-5)
 
 
-def test_the_rates_at_start_peak_and_end_are_exact() -> None:
-    schedule = ScheduleConfig(**GPT)
-    assert learning_rate(0, schedule, 1.5e-4) == 0.0
-    assert learning_rate(1_500, schedule, 1.5e-4) == 0.75e-4
-    assert learning_rate(3_000, schedule, 1.5e-4) == 1.5e-4
-    assert learning_rate(300_000, schedule, 1.5e-4) == 1e-5
-    assert learning_rate(300_001, schedule, 1.5e-4) == 1e-5
+@pytest.mark.parametrize(
+    "settings, peak, rates",
+    [
+        (GPT, 1.5e-4, {0: 0.0, 1_500: 0.75e-4, 3_000: 1.5e-4, 300_000: 1e-5, 300_001: 1e-5}),
+        *(({"decay": d, "warmup_steps": 0, "decay_steps": 5}, 0.3, {0: 0.3}) for d in ("cosine", "linear", "constant")),
+        ({"decay": "cosine", "warmup_steps": 5, "decay_steps": 5, "min_lr": 0.01}, 0.3, {5: 0.3, 6: 0.01}),
+        ({"decay": "constant", "warmup_steps": 4, "decay_steps": 9}, 0.2, {2: 0.1, 4: 0.2, 9: 0.2, 99: 0.2}),
+    ],
+)
+def test_the_rates_at_start_peak_and_end_are_exact(settings: dict, peak: float, rates: dict[int, float]) -> None:
+    assert {t: learning_rate(t, ScheduleConfig(**settings), peak) for t in rates} == rates
 
 
 def test_the_first_update_moves_the_weights_only_with_the_paper_formula() -> None:
@@ -50,22 +54,6 @@ def test_the_first_update_moves_the_weights_only_with_the_paper_formula() -> Non
     assert learning_rate_of_update(1, schedule, 0.7) == pytest.approx(0.1)
     assert learning_rate_of_update(1, v1, 0.7) == 0.0
     assert learning_rate_of_update(8, v1, 0.7) == learning_rate_of_update(7, schedule, 0.7) == 0.7
-
-
-def test_without_warmup_the_rate_starts_at_the_peak() -> None:
-    for decay in ("cosine", "linear", "constant"):
-        assert learning_rate(0, ScheduleConfig(decay, warmup_steps=0, decay_steps=5), 0.3) == 0.3
-
-
-def test_a_schedule_of_warmup_only_ends_at_the_peak_and_then_drops_to_the_minimum() -> None:
-    schedule = ScheduleConfig("cosine", warmup_steps=5, decay_steps=5, min_lr=0.01)
-    assert learning_rate(5, schedule, 0.3) == 0.3
-    assert learning_rate(6, schedule, 0.3) == 0.01
-
-
-def test_a_constant_schedule_stays_at_the_peak_past_the_end() -> None:
-    schedule = ScheduleConfig("constant", warmup_steps=4, decay_steps=9)
-    assert [learning_rate(t, schedule, 0.2) for t in (2, 4, 9, 99)] == [0.1, 0.2, 0.2, 0.2]
 
 
 @pytest.mark.parametrize("decay, halfway", [("linear", 0.5), ("cosine", 0.5), ("linear", 0.75)])

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from ranks import run_in_turn, run_ranks
-from stock import SIZES, parts, steps, trainer, users_loader
+from stock import SIZES, fit_and_save, parts, steps, trainer, users_loader
 from torch.utils.data import DataLoader
 
 from lmscale.config import TransformerConfig
@@ -65,9 +65,7 @@ def test_conflicting_options_raise_one_line(tmp_path, name) -> None:
 
 @pytest.mark.parametrize("value", [{"map_location": "cpu"}, {"strict": False}, {"weights_only": False}])
 def test_options_of_lightning_that_would_do_nothing_are_refused(tmp_path, value) -> None:
-    one = trainer(tmp_path, max_steps=0)
-    one.fit(*parts())
-    one.save_checkpoint(tmp_path / "one.ckpt")
+    fit_and_save(tmp_path / "one.ckpt", max_steps=0)
     [name] = value
     with pytest.raises(
         ValueError, match=f"^`{name}` must be left out of `load_from_checkpoint`, .*, but is {value[name]!r}$"
@@ -91,9 +89,7 @@ def test_a_module_that_asks_for_what_a_checkpoint_cannot_do_is_refused(tmp_path)
     )
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path).fit(Saving(module.config, 3), data)
-    one = trainer(tmp_path, max_steps=1)
-    one.fit(Saving(module.config, 3, "config"), data)
-    one.save_checkpoint(tmp_path / "one.ckpt")
+    fit_and_save(tmp_path / "one.ckpt", Saving(module.config, 3, "config"), data, max_steps=1)
     assert Saving.load_from_checkpoint(tmp_path / "one.ckpt").hparams.size == 3
     module.strict_loading = False
     with pytest.raises(ValueError, match="^`strict_loading` must be True, because all weights are read, but is False$"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from runs import run_jobs, tiny_run
-from stock import logged, parts, trainer
+from stock import fit_and_save, logged, parts, trainer
 
 from lmscale.checkpoint import Checkpoint, CheckpointError
 from lmscale.training.module import GPTModule
@@ -40,10 +40,7 @@ def test_frozen_weights_stay_also_after_a_resume(tmp_path) -> None:
     frozen, (module, data) = Freeze(), parts()
     trainer(tmp_path / "whole", callbacks=[frozen], max_steps=4).fit(module, data)
     assert torch.equal(frozen.weight, frozen.before)
-    first = trainer(tmp_path / "first", callbacks=[frozen], max_steps=2)
-    again, data = parts()
-    first.fit(again, data)
-    first.save_checkpoint(tmp_path / "two.ckpt")
+    fit_and_save(tmp_path / "two.ckpt", callbacks=[frozen], max_steps=2)
     again, data = parts()
     trainer(tmp_path / "resumed", callbacks=[frozen], max_steps=4).fit(again, data, ckpt_path=tmp_path / "two.ckpt")
     for (name, param), expected in zip(again.named_parameters(), module.parameters(), strict=True):
@@ -52,9 +49,7 @@ def test_frozen_weights_stay_also_after_a_resume(tmp_path) -> None:
 
 def test_a_module_is_fitted_again_as_one_of_those_weights_is(tmp_path) -> None:
     module, data = parts(hidden_dropout=0.1)
-    once = trainer(tmp_path / "once", max_steps=2)
-    once.fit(module, data)
-    once.save_checkpoint(tmp_path / "two.ckpt")
+    fit_and_save(tmp_path / "two.ckpt", module, data, max_steps=2)
     fresh, _ = parts(hidden_dropout=0.1)
     fresh.weights_from = Checkpoint.open(tmp_path / "two.ckpt")
     for name, each in (("again", module), ("fresh", fresh)):
@@ -76,12 +71,11 @@ def test_a_module_that_goes_on_from_its_own_checkpoint_equals_the_uninterrupted_
 
 
 def test_a_trained_module_goes_back_to_the_checkpoint_that_it_began_from(tmp_path) -> None:
-    first, path = trainer(tmp_path / "first", max_steps=2), str(tmp_path / "two.ckpt")
-    first.fit(*parts())
-    first.save_checkpoint(path)
-    module = GPTModule.load_from_checkpoint(path, micro_batch_size=4)
+    path = tmp_path / "two.ckpt"
+    fit_and_save(path, max_steps=2)
+    module = GPTModule.load_from_checkpoint(str(path), micro_batch_size=4)
     for name in ("once", "again"):
-        trainer(tmp_path / name, max_steps=4).fit(module, parts()[1], ckpt_path=path)
+        trainer(tmp_path / name, max_steps=4).fit(module, parts()[1], ckpt_path=str(path))
     assert logged(tmp_path / "once", "train/loss") == logged(tmp_path / "again", "train/loss")
 
 
@@ -117,9 +111,7 @@ def test_a_checkpoint_of_the_training_script_resumes(tmp_path) -> None:
     ],
 )
 def test_a_checkpoint_of_another_model_with_the_same_tensors_is_refused(tmp_path, changes, message) -> None:
-    one = trainer(tmp_path, max_steps=1)
-    one.fit(*parts())
-    one.save_checkpoint(tmp_path / "one.ckpt")
+    fit_and_save(tmp_path / "one.ckpt", max_steps=1)
     module, data = parts(**changes)
     with pytest.raises(CheckpointError, match=f"^checkpoint one.ckpt is of another model: .*{message}"):
         trainer(tmp_path).fit(module, data, ckpt_path=tmp_path / "one.ckpt")

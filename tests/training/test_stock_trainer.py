@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
 from ranks import make_context, run_in_turn, run_ranks
 from runs import REPOSITORY, read_rows, run_jobs, tiny_run
 from sharding import small_config
-from stock import logged, parts, run_script, steps, trainer, users_loader
+from stock import fit_and_save, logged, parts, run_script, steps, trainer, users_loader
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection, SumMetric
@@ -44,7 +44,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from lightning.pytorch.callbacks import ModelCheckpoint
-from stock import *
+from stock import fit_and_save, *
 if __name__ == "__main__":
     folder = Path({folder!r})
     module, data = parts()
@@ -229,9 +229,7 @@ class Halve(L.Callback):
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
 def test_the_masters_take_the_weights_that_a_callback_writes(tmp_path, hook) -> None:
     """The others keep the bits that the half type lacks, as those of a checkpoint."""
-    one = trainer(tmp_path, precision="bf16-true", max_steps=1)
-    one.fit(*parts())
-    one.save_checkpoint(tmp_path / "one.ckpt")
+    one = fit_and_save(tmp_path / "one.ckpt", precision="bf16-true", max_steps=1)
     old = {name: master.clone() for name, master in one.optimizers[0].tensors().items() if name.startswith("model/")}
     again = trainer(tmp_path / "again", precision="bf16-true", max_steps=2, callbacks=[Halve(hook), keep := Masters()])
     again.fit(*parts(), ckpt_path=tmp_path / "one.ckpt")

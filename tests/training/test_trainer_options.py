@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from stock import logged, trainer
+from stock import fit_and_save, logged, trainer
 from torch.utils.data import DataLoader
 
 from lmscale.config import TransformerConfig
@@ -170,9 +170,7 @@ def test_the_loss_of_a_step_is_known_when_it_ends_whatever_hooks_are_overridden(
 
 def test_a_resumed_module_knows_its_step_whatever_hooks_are_overridden(tmp_path) -> None:
     module, data = parts(tmp_path, WithHooks)
-    first = trainer(tmp_path, max_steps=2)
-    first.fit(module, **data)
-    first.save_checkpoint(tmp_path / "two.ckpt")
+    fit_and_save(tmp_path / "two.ckpt", module, *data.values(), max_steps=2)
     module, data = parts(tmp_path, WithHooks)
     resumed = trainer(tmp_path / "resumed", val_check_interval=1)
     resumed.fit(module, **data, ckpt_path=tmp_path / "two.ckpt")
@@ -195,9 +193,7 @@ def test_a_training_step_that_computes_nothing_is_refused(tmp_path) -> None:
 
 def test_a_module_loads_from_a_checkpoint_and_computes_logits(tmp_path) -> None:
     module, data = parts(tmp_path)
-    first = trainer(tmp_path, max_steps=2)
-    first.fit(module, **data)
-    first.save_checkpoint(tmp_path / "two.ckpt")
+    first = fit_and_save(tmp_path / "two.ckpt", module, *data.values(), max_steps=2)
     loaded, tokens = GPTModule.load_from_checkpoint(tmp_path / "two.ckpt"), torch.arange(8)[None]
     with pytest.raises(ValueError, match="^the model must be built before it is called, which Trainer's fit"):
         loaded(tokens)
