@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from lmscale.checkpoint import METADATA, Checkpoint, CheckpointMetadata, TensorEntry, write_offline
 from lmscale.checkpoint import metadata as metadata_module
 from lmscale.config import TransformerConfig
+from lmscale.hugging_face import conversion
 from lmscale.hugging_face.config import config_to_hf
 from lmscale.hugging_face.files import HuggingFaceReader
 from lmscale.models import build_model
@@ -150,3 +152,23 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, spoilt: str) -> None:
+    """Let the conversion read a wrong number in the last row of a published tensor."""
+    original = conversion._read_theirs
+
+    def change(*arguments):
+        for name, tensor in original(*arguments):
+            if name == spoilt:
+                tensor = tensor.clone()
+                tensor[-1] += 0.1
+            yield name, tensor
+
+    monkeypatch.setattr(conversion, "_read_theirs", change)
+
+
+def flip_a_byte(file: Path, place: int = -3) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)

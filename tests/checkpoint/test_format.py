@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from checkpoints import Trap, change_metadata
+from checkpoints import Trap, change_metadata, flip_a_byte
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -213,10 +213,7 @@ def test_every_single_byte_is_covered(saved) -> None:
 
 
 def test_a_flipped_byte_names_its_tensor(saved) -> None:
-    file = saved / "rank_1_of_2.safetensors"
-    whole = bytearray(file.read_bytes())
-    whole[-3] ^= 1
-    file.write_bytes(whole)
+    flip_a_byte(saved / "rank_1_of_2.safetensors")
     assert Checkpoint.open(saved).damage() == "rank_1_of_2.safetensors: tensor model/rows does not match its checksum"
     assert Checkpoint.open(saved).damage(share=0, num_shares=2) is None
     assert Checkpoint.open(saved).damage(share=1, num_shares=2) is not None

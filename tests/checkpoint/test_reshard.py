@@ -17,6 +17,7 @@ from checkpoints import (
     GPT,
     change_metadata,
     family_config,
+    flip_a_byte,
     padded,
     read_all,
     save_random,
@@ -88,13 +89,6 @@ def test_a_run_folder_denotes_its_latest_checkpoint(tmp_path) -> None:
     assert reshard(tmp_path / "run", tmp_path / "new", 1).name == "step_12.ckpt"
 
 
-def _flip_a_byte(path: Path) -> None:
-    file = path / "rank_1_of_2.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
-
-
 def test_invalid_requests_raise_before_anything_is_written(tmp_path, monkeypatch) -> None:
     source, _ = save_random(tmp_path / "source", family_config(GPT))
     for arguments, message in {
@@ -116,7 +110,7 @@ def test_invalid_requests_raise_before_anything_is_written(tmp_path, monkeypatch
         patch.setattr(shutil, "disk_usage", lambda path: usage)
         with pytest.raises(CheckpointError, match="has 0.00 GB free"):
             reshard(source, tmp_path / "target", 1)
-    _flip_a_byte(source)
+    flip_a_byte(source / "rank_1_of_2.safetensors")
     with pytest.raises(CheckpointError, match="is damaged: rank_1_of_2.safetensors: tensor"):
         reshard(source, tmp_path / "target", 1)
     assert sorted(tmp_path.iterdir()) == [tmp_path / "source"]

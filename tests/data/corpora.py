@@ -9,6 +9,7 @@ from lmscale.data.indexed_corpus import identity_of
 from lmscale.data.indexed_dataset import CorpusPart, IndexedDataset
 from lmscale.data.indexed_writer import IndexedWriter
 from lmscale.data.prepare import PreparedCorpus, prepare_corpus
+from lmscale.data.sampler import Blend, EpochShuffle, GlobalBatchSampler
 
 
 def prepare_texts(folder: Path, texts: list[str], architecture: str, **changes) -> PreparedCorpus:
@@ -46,6 +47,11 @@ def whole(prefix: Path, weight: float = 1.0) -> CorpusPart:
     """All documents of a dataset."""
     dataset = IndexedDataset(prefix)
     return CorpusPart(str(prefix), 0, dataset.num_documents, identity_of(dataset), weight)
+
+
+def epochs_of(size: int, batch: int, dp_rank: int, dp_size: int, seed: int, *steps: int) -> GlobalBatchSampler:
+    """The order of one dataset that is shuffled again in every epoch."""
+    return GlobalBatchSampler([EpochShuffle(size, f"order/{seed}")], Blend([1.0]), batch, dp_rank, dp_size, *steps)
 
 
 class SyntheticBERTCorpus:

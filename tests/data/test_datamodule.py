@@ -7,7 +7,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from corpora import local_config, prepare_texts
+from corpora import epochs_of, local_config, prepare_texts
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from lmscale.data import datamodule
 from lmscale.data.data_digest import digest_number, digest_of_samples, digest_text, expected_digest
 from lmscale.data.datamodule import PretrainDataModule, TextDataModule
 from lmscale.data.loading import cut_step
-from lmscale.data.sampler import Blend, EpochShuffle, GlobalBatchSampler, RunSamples
+from lmscale.data.sampler import GlobalBatchSampler, RunSamples
 from lmscale.parallel import ParallelContext
 from lmscale.training.module import GPTModule
 
@@ -231,11 +231,6 @@ def test_a_users_trainer_is_told_what_was_skipped(tmp_path, monkeypatch) -> None
     assert "note: data.path: skipped: hidden 1 (the first is .b.txt)" in said
 
 
-def sampler_of(size: int, dp_rank: int, dp_size: int, seed: int, steps: int) -> GlobalBatchSampler:
-    """The order of one dataset that is shuffled again in every epoch, in steps of 12 samples."""
-    return GlobalBatchSampler([EpochShuffle(size, f"order/{seed}")], Blend([1.0]), 12, dp_rank, dp_size, steps)
-
-
 def consumed(sampler: GlobalBatchSampler) -> torch.Tensor:
     """The digest as training computes it, step by step."""
     total = torch.zeros((), dtype=torch.int64)
@@ -247,18 +242,18 @@ def consumed(sampler: GlobalBatchSampler) -> torch.Tensor:
 
 def test_ranks_sum_to_the_expected_digest_at_any_layout_and_over_epochs() -> None:
     steps = 23  # 276 samples, 100 per epoch
-    expected = expected_digest(sampler_of(100, 0, 1, 7, steps), steps)
+    expected = expected_digest(epochs_of(100, 12, 0, 1, 7, steps), steps)
     for dp_size in (1, 2, 3):
-        ranks = [sampler_of(100, rank, dp_size, 7, steps) for rank in range(dp_size)]
+        ranks = [epochs_of(100, 12, rank, dp_size, 7, steps) for rank in range(dp_size)]
         assert sum(consumed(rank) for rank in ranks) == expected
     for num_shares in (2, 5):
-        sampler = sampler_of(100, 0, 1, 7, steps)
+        sampler = epochs_of(100, 12, 0, 1, 7, steps)
         assert sum(expected_digest(sampler, steps, share, num_shares) for share in range(num_shares)) == expected
 
 
 def test_another_seed_corpus_length_or_number_of_steps_gives_another_digest() -> None:
     digests = {
-        digest_text(int(expected_digest(sampler_of(size, 0, 1, seed, 9), steps)))
+        digest_text(int(expected_digest(epochs_of(size, 12, 0, 1, seed, 9), steps)))
         for size in (100, 101)
         for seed in (1, 2)
         for steps in (8, 9)

@@ -2,17 +2,13 @@
 
 import numpy as np
 import pytest
+from corpora import epochs_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lmscale.data.sampler import Blend, EpochShuffle, GlobalBatchSampler
+from lmscale.data.sampler import Blend, GlobalBatchSampler
 
 NUM_SAMPLES, BATCH, STEPS = 37, 12, 11  # 132 sequences: three epochs and a half, borders inside batches
-
-
-def epochs_of(size: int, batch: int, dp_rank: int, dp_size: int, seed: int, *steps: int) -> GlobalBatchSampler:
-    """The order of one dataset that is shuffled again in every epoch."""
-    return GlobalBatchSampler([EpochShuffle(size, f"order/{seed}")], Blend([1.0]), batch, dp_rank, dp_size, *steps)
 
 
 def steps(dp_rank: int = 0, dp_size: int = 1, seed: int = 5, start: int = 0) -> list[list[list[int]]]:

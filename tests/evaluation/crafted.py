@@ -1,5 +1,6 @@
 """GPTs with known predictions, and GPTs saved as our checkpoints."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 
 from lmscale.checkpoint import TOKENIZER_FOLDER, CheckpointMetadata, TensorEntry, write_offline
 from lmscale.config import TransformerConfig
+from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer
+from lmscale.evaluation.lambada import Answer, Lambada, Passage
 from lmscale.models import GPT, build_model
 from lmscale.parallel import ParallelContext
 
@@ -54,3 +57,13 @@ def save_gpt(
         beside.mkdir(exist_ok=True)
         tokenizer.inner.save(str(beside / "tokenizer.json"))
     return path
+
+
+def lambada(passages: list[Passage], banned: Sequence[int] = (), truncate_left: bool = False) -> Lambada:
+    config = LambadaConfig("lambada", "file", truncate_left=truncate_left)
+    return Lambada("file", "0", "other", config, passages, banned)
+
+
+def predict_last_words(model, passages: list[Passage], micro_batch_tokens: int, banned=()) -> list[Answer]:
+    task = lambada(passages, banned)
+    return task.answers(task.score(model, micro_batch_tokens))

@@ -2,13 +2,12 @@
 
 import json
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from crafted import oracle, save_gpt, zero_model
+from crafted import lambada, oracle, predict_last_words, save_gpt, zero_model
 from ranks import make_context, run_ranks
 from sharding import random_model, small_config
 from transformers import AutoModelForCausalLM
@@ -17,7 +16,7 @@ from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
 from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
-from lmscale.evaluation.lambada import Answer, Lambada, Passage, encode_passages, read_passages, stop_word_ids
+from lmscale.evaluation.lambada import Lambada, Passage, encode_passages, read_passages, stop_word_ids
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.parallel import ParallelContext
 from lmscale.parallel.argmax import vocab_parallel_argmax
@@ -26,18 +25,8 @@ from lmscale.text.whole_file import TextFile, read_text_file
 WORLD = 4
 
 
-def lambada(passages: list[Passage], banned: Sequence[int] = (), truncate_left: bool = False) -> Lambada:
-    config = LambadaConfig("lambada", "file", truncate_left=truncate_left)
-    return Lambada("file", "0", "other", config, passages, banned)
-
-
 def positions(number: int) -> TransformerConfig:
     return small_config("gpt", max_position_embeddings=number)
-
-
-def predict_last_words(model, passages: list[Passage], micro_batch_tokens: int, banned=()) -> list[Answer]:
-    task = lambada(passages, banned)
-    return task.answers(task.score(model, micro_batch_tokens))
 
 
 def random_passages(number: int = 53) -> list[Passage]:

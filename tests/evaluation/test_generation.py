@@ -144,7 +144,7 @@ def test_every_position_of_the_model_can_be_used() -> None:
 
 
 def _lengthen_sharded(rank: int, tp_size: int) -> list:
-    context = make_context(tp_size)
+    context = make_context(tp_size) if tp_size > 1 else PLAIN
     found = []
     for norm_order, sampling in itertools.product(("pre", "post"), (GREEDY, Sampling(1.2, 20, 0.95))):
         model = varied_model(longer(norm_order=norm_order), context)
@@ -154,11 +154,7 @@ def _lengthen_sharded(rank: int, tp_size: int) -> list:
 
 @pytest.mark.parametrize("tp_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_gives_the_same_tokens_on_every_rank(tp_size: int) -> None:
-    expected = []
-    for norm_order, sampling in itertools.product(("pre", "post"), (GREEDY, Sampling(1.2, 20, 0.95))):
-        model = varied_model(longer(norm_order=norm_order), PLAIN)
-        expected.append(tokens_of(lengthened(model, make_rows(num_samples=2), sampling)))
-    assert run_ranks(_lengthen_sharded, tp_size, tp_size) == [expected] * tp_size
+    assert run_ranks(_lengthen_sharded, tp_size, tp_size) == [_lengthen_sharded(0, 1)] * tp_size
 
 
 def _lengthen_checkpoint(rank: int, path, end_id: int | None) -> tuple[list, list]:

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from crafted import save_gpt
+from crafted import predict_last_words, save_gpt
 
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
-from lmscale.config.zero_shot import LambadaConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
-from lmscale.evaluation.lambada import Answer, Lambada, Passage, encode_passages, read_passages
+from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.scoring import last_places
 from lmscale.hugging_face.conversion import export_hugging_face
@@ -64,11 +63,6 @@ def lm_eval_folder() -> str:
     return folder
 
 
-def predict_last_words(model: torch.nn.Module, passages: list[Passage]) -> list[Answer]:
-    task = Lambada("passages", "0", "other", LambadaConfig("lambada", "passages"), passages)
-    return task.answers(task.score(model, 8192))
-
-
 def learn(model: torch.nn.Module, passages: list[Passage], enough: int) -> int:
     """Train until so many of the passages' words are right; how many are."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -83,7 +77,7 @@ def learn(model: torch.nn.Module, passages: list[Passage], enough: int) -> int:
             torch.nn.functional.cross_entropy(logits, targets).backward()
             optimizer.step()
             optimizer.zero_grad()
-        right = sum(answer.right for answer in predict_last_words(model, passages))
+        right = sum(answer.right for answer in predict_last_words(model, passages, 8192))
         if right >= enough:
             break
     with torch.no_grad():  # the padded rows have had no gradient and are zero still
@@ -107,7 +101,7 @@ def test_lm_eval_gives_the_same_likelihoods_and_words(shared_data, tmp_path, lm_
     passages = encode_passages(read_passages(file, "openai"), tokenizer)
     checkpoint = crafted_checkpoint(tmp_path / "ours", tokenizer, passages)
     published = export_hugging_face(checkpoint, tmp_path / "published")
-    ours = predict_last_words(load_model(checkpoint, ParallelContext()).model, passages)
+    ours = predict_last_words(load_model(checkpoint, ParallelContext()).model, passages, 8192)
     assert sum(answer.right for answer in ours) >= 50
 
     (tmp_path / "tasks").mkdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoints import flip_a_byte
 from crafted import save_gpt
 from ranks import make_context, run_ranks, torchrun_rank
 from sharding import random_model, small_config
@@ -134,10 +135,7 @@ def test_ranks_load_their_shards_and_all_raise_on_damage(tmp_path) -> None:
     path = save_gpt(tmp_path, model, tp_size=4)
     published = export_hugging_face(path, tmp_path / "published")
     bad = shutil.copytree(path, path.with_name(f"{path.name}_bad"))
-    file = sorted(bad.glob("*.safetensors"))[2]  # of one rank's share
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
+    flip_a_byte(sorted(bad.glob("*.safetensors"))[2])  # of one rank's share
     for found in run_ranks(loaded_shards, 4, str(path), str(published)):
         assert len(found) > 100 and all(found)
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from ranks import make_context, run_ranks
+from sharding import small_config
 
 from lmscale.config import TransformerConfig
 from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
@@ -19,9 +20,8 @@ OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
 
 
 def small(norm_order: str, **changes) -> TransformerConfig:
-    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "vocab_size": 61, "vocab_multiple": 64}
-    sizes |= {"max_position_embeddings": 19, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return TransformerConfig(**{"family": "bert", "norm_order": norm_order, **sizes, **changes})
+    sizes = {"vocab_size": 61, "vocab_multiple": 64, "max_position_embeddings": 19}
+    return small_config("bert", norm_order=norm_order, **sizes | changes)
 
 
 def build(config, kind, context=None, head_dropout=0.0) -> FinetuneModel:

@@ -19,15 +19,18 @@ def own_task(**changes) -> TaskConfig:
     return TaskConfig(**{"name": "mine", "train": None, "validation": {}} | values | changes)
 
 
+def write_rows(path, rows: list[dict]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return str(path)
+
+
 def test_a_table_gives_texts_and_classes_by_name_or_number(tmp_path) -> None:
-    lines = tmp_path / "rows.jsonl"
     rows = [{"n": 7, "text": "a", "class": "good"}, {"n": "8", "text": "b", "class": 0}]
-    lines.write_text("\n".join(json.dumps(row) for row in rows))
-    examples, _ = read_examples(own_task(), str(lines))
+    examples, _ = read_examples(own_task(), write_rows(tmp_path / "rows.jsonl", rows))
     assert examples == [PairExample("7", "a", None, 1), PairExample("8", "b", None, 0)]
     unlabelled = [{"n": 7, "text": "a"}, {"n": 8, "text": "b", "class": None}, {"n": 9, "text": "c", "class": -1}]
-    lines.write_text("\n".join(json.dumps(row) for row in unlabelled))
-    assert [e.label for e in read_examples(own_task(), str(lines))[0]] == [None] * 3
+    lines = write_rows(tmp_path / "rows.jsonl", unlabelled)
+    assert [e.label for e in read_examples(own_task(), lines)[0]] == [None] * 3
     pair = own_task(columns={"id": None, "first": "text", "second": "n", "label": "class"})
     tabs = tmp_path / "rows.tsv"
     tabs.write_text("n\ttext\tclass\none\ttwo\tbad\n")
@@ -47,11 +50,10 @@ def test_a_tab_separated_label_may_be_an_index(tmp_path) -> None:
 
 
 def test_a_number_that_names_one_label_and_indexes_another_raises(tmp_path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"n": 1, "text": "a", "class": 1}))
+    path = write_rows(tmp_path / "rows.jsonl", [{"n": 1, "text": "a", "class": 1}])
     with pytest.raises(ValueError, match="`class` must not be the name of one label and the index of another"):
-        read_examples(own_task(labels=["1", "2"]), str(path))
-    assert [e.label for e in read_examples(own_task(labels=["0", "1"]), str(path))[0]] == [1]
+        read_examples(own_task(labels=["1", "2"]), path)
+    assert [e.label for e in read_examples(own_task(labels=["0", "1"]), path)[0]] == [1]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +70,8 @@ def test_a_number_that_names_one_label_and_indexes_another_raises(tmp_path) -> N
     ],
 )
 def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row))
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_examples(own_task(), str(path))
+        read_examples(own_task(), write_rows(tmp_path / "rows.jsonl", [row]))
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,6 @@ def test_a_wrongly_described_table_raises(changes: dict, message: str) -> None:
 def test_one_text_has_one_separator() -> None:
     assert join_pair([7, 8], None, 1, 2, 32) == ([1, 7, 8, 2], 4)
     assert join_pair([7, 8, 9, 10], None, 1, 2, 4) == ([1, 7, 8, 2], 4)
-
-
-def write_rows(path, rows: list[dict]) -> str:
-    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return str(path)
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,9 @@ def test_ours_to_theirs_and_back_is_bit_exact_at_any_layout_and_padding(tmp_path
         back = import_hugging_face(published, tmp_path / f"back_{tp_size}", tp_size, multiple)
         wide = with_multiple(config, multiple)
         assert equal_tensors(weights_of(back), padded(weights, config, wide))
-        with Checkpoint.open(back).reader() as reader:
-            metadata = reader.checkpoint.metadata
-            assert TransformerConfig.from_dict(metadata.model) == wide  # dropouts, epsilon and GELU too
-            assert metadata.step == 0 and metadata.optimizer == {}
+        metadata = Checkpoint.open(back).metadata
+        assert TransformerConfig.from_dict(metadata.model) == wide  # dropouts, epsilon and GELU too
+        assert metadata.step == 0 and metadata.optimizer == {}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -182,13 +181,7 @@ def test_the_tensors_tell_the_model_type_of_a_configuration_of_2019(tmp_path, na
     expected = import_hugging_face(tmp_path / "theirs", tmp_path / "expected")
     edit_config(tmp_path / "theirs", model_type=None)
     path = import_hugging_face(tmp_path / "theirs", tmp_path / "ours")
-    with Checkpoint.open(path).reader() as ours, Checkpoint.open(expected).reader() as known:
-        assert ours.checkpoint.metadata.model == known.checkpoint.metadata.model
-    values = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    del values["vocab_size"]
-    (tmp_path / "theirs" / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="`vocab_size` of config.json must be given, but is not there"):
-        import_hugging_face(tmp_path / "theirs", tmp_path / "again")
+    assert Checkpoint.open(path).metadata.model == Checkpoint.open(expected).metadata.model
 
 
 def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path) -> None:
@@ -201,9 +194,9 @@ def test_heads_that_are_missing_begin_anew_only_when_that_is_asked_for(tmp_path)
     whole = weights_of(import_hugging_face(tmp_path / "whole", tmp_path / "trained"))
     path = import_hugging_face(tmp_path / "plain", tmp_path / "ours", 2, initialize_missing_heads=True, seed=3)
     plain = weights_of(path)
-    with Checkpoint.open(path).reader() as reader:
-        anew = {f"model/{name}" for name in reader.checkpoint.metadata.run["initialized"]}
-        config = TransformerConfig.from_dict(reader.checkpoint.metadata.model)
+    metadata = Checkpoint.open(path).metadata
+    anew = {f"model/{name}" for name in metadata.run["initialized"]}
+    config = TransformerConfig.from_dict(metadata.model)
     assert {name.split("/")[1].split(".")[0] for name in anew} == {"lm_head", "order_head"}
     assert equal_tensors(
         {k: v for k, v in plain.items() if k not in anew}, {k: v for k, v in whole.items() if k not in anew}

@@ -4,14 +4,14 @@ import csv
 import gzip
 import json
 import logging
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import GPT, change_metadata, edit_config, edit_tensors, family_config
+from checkpoints import GPT, change_metadata, edit_config, edit_tensors, family_config, spoil
 from finetune_runs import make_checkpoint, make_run, read_logits, run_finetunings, run_here
 
 from lmscale.checkpoint import Checkpoint, CheckpointError, latest_checkpoint
@@ -24,7 +24,6 @@ from lmscale.finetune.outputs import read_outputs
 from lmscale.finetune.preparing import prepare_job
 from lmscale.finetune.publishing import read_head, read_published_head
 from lmscale.finetune.tasks import benchmark_of, read_examples
-from lmscale.hugging_face import conversion as hf_conversion
 from lmscale.hugging_face.config import config_to_hf
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.models.hugging_face import model_of
@@ -325,10 +324,7 @@ FOREIGN = {
 def test_a_foreign_checkpoint_is_refused_in_one_line(run, tmp_path, mistake: str) -> None:
     change, message = FOREIGN[mistake]
     path = latest_checkpoint(run.run_dir)
-    copy = tmp_path / path.name
-    copy.mkdir()
-    for file in path.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(path, tmp_path / path.name)
     change_metadata(copy, change)
     with pytest.raises(ValueError) as caught:
         export_hugging_face(copy, tmp_path / "target", head=read_head(copy))
@@ -343,16 +339,7 @@ def test_a_finetuned_gpt_has_no_class() -> None:
 
 @pytest.mark.parametrize("spoilt", ["classifier.weight", "classifier.bias", "bert.pooler.dense.bias"])
 def test_one_wrong_number_in_the_head_is_noticed(run, tmp_path, monkeypatch, spoilt: str) -> None:
-    original: Callable = hf_conversion._read_theirs
-
-    def change(*arguments):
-        for name, tensor in original(*arguments):
-            if name == spoilt:
-                tensor = tensor.clone()
-                tensor[-1] += 0.1
-            yield name, tensor
-
-    monkeypatch.setattr(hf_conversion, "_read_theirs", change)
+    spoil(monkeypatch, spoilt)
     path = latest_checkpoint(run.run_dir)
     with pytest.raises(CheckpointError, match="does not compute the same"):
         export_hugging_face(path, tmp_path / "target", head=read_head(path))

@@ -2,13 +2,11 @@
 
 import pytest
 import sharding
-import torch
 import torch.nn.functional as F
 from ranks import make_context, run_ranks
 from sharding import differences_from_plain, small_config
 
 from lmscale.parallel import Communicator, ShardSpec, chunked_cross_entropy, global_gradient_norm, layers
-from lmscale.parallel import rng as rng_module
 
 BOUND = 1e-12
 DETECTED = 1e-4
@@ -88,26 +86,3 @@ def test_the_correct_code_equals_one_process() -> None:
 def test_a_historic_bug_is_detected(mutate) -> None:
     results = run_ranks(_compare, 2, mutate)
     assert max(result[MUTANTS[mutate]] for result in results) > DETECTED, results
-
-
-def _share_of_equal_draws(seed_generator) -> float:
-    """How often two tensor ranks draw the same number inside the parallel region."""
-    draws = []
-    for tp_rank in (0, 1):
-        seed_generator(1234, step=3, micro_step=1, dp_rank=0, tp_rank=tp_rank)
-        draws.append(torch.rand(1000))
-    return (draws[0] == draws[1]).double().mean().item()
-
-
-def test_tensor_ranks_draw_different_numbers_inside_the_region_and_equal_ones_outside() -> None:
-    assert _share_of_equal_draws(rng_module.seed_rank_generator) < 0.01
-    keys = rng_module.sample_dropout_keys(1234, torch.arange(3))
-    masks = [rng_module.counter_keep_mask(rng_module.site_keys(keys, 3)[2], 17, 23, 0.3) for _ in (0, 1)]
-    assert torch.equal(*masks)
-
-
-def test_one_dropout_stream_for_all_tensor_ranks_is_detected() -> None:
-    def same_stream(seed, step, micro_step, dp_rank, tp_rank):
-        rng_module.seed_rank_generator(seed, step, micro_step, dp_rank, tp_rank=0)
-
-    assert _share_of_equal_draws(same_stream) == 1.0
