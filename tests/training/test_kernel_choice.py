@@ -23,7 +23,6 @@ from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
 from lmscale.training.kernel_choice import keep_compile, resolve_attention
 from lmscale.training.resolve import check, resolve
-from lmscale.training.resuming import kept_metadata
 from lmscale.training.run import Run, Start
 
 
@@ -201,9 +200,9 @@ def test_what_this_cpu_cannot_compute_with_is_refused(monkeypatch) -> None:
 )
 def test_the_attention_is_kept_on_the_same_kind_of_accelerator(before, on_gpu, attention, expected) -> None:
     written = SimpleNamespace(run={"trainer": {"accelerator": before}}, model={"attention": attention})
-    kept = kept_metadata(Checkpoint(Path("x"), written), on_gpu)
+    start = Start(Checkpoint(Path("x"), written), True, 1, 0.0, None, None)
     run = tiny_run("gpt", Path("x"), model__attention="auto")
-    assert resolve_attention(run, on_gpu, False, kept) == expected
+    assert resolve_attention(run, on_gpu, False, start.kept(on_gpu)) == expected
 
 
 def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None:

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ..models.attention_backend import fastest_backend
-from .resuming import agree_on_checkpoint, check_fit, kept_metadata
+from .resuming import agree_on_checkpoint, check_fit
 from .run import Run, Start
 from .session import RankSession
 from .step.training_module import DTYPES
@@ -60,7 +60,7 @@ def agree_on_kernels(run: Run, strategy: TensorParallelStrategy) -> Run:
     """
     model = run.model
     if run.measures_attention:
-        kept = kept_metadata(run.start.checkpoint if run.start.resumes else None, on_gpu=True)
+        kept = run.start.kept(on_gpu=True)
         if kept is not None:
             model = replace(model, attention=kept.model["attention"])
         elif strategy.is_global_zero:

@@ -98,23 +98,22 @@ def check(request: RunConfig, world: World | None = None) -> Run:
     if on_gpu:
         accelerator.set_allocator(request.cuda_graphs)
         accelerator.check_products(request.precision.dtype)
-    checkpoint, kept, folder = None, None, Path(request.run_dir)
+    checkpoint, folder = None, Path(request.run_dir)
     with run_folder_errors(folder):
         if is_first_rank():
             check_not_in_use(folder)
         is_used = folder.is_dir() and any(folder.iterdir())
     if request.resume.path != "none" or is_restart() or is_used:
-        from .resuming import find_checkpoint, kept_metadata  # imports torch
+        from .resuming import find_checkpoint  # imports torch
 
         with run_folder_errors(folder):
             checkpoint = find_checkpoint(request)
     start = Start.at(checkpoint, request, folder)
-    if start.resumes:
-        kept = kept_metadata(checkpoint, on_gpu)
 
     config = request.model.resolve(STAND_IN_VOCAB_SIZE)
     flops = request.trainer.max_steps * model_flops_per_step(config, request.data.seq_length, request.global_batch_size)
-    kernels, attention, choice = resolve_kernels(request, on_gpu, kept, flops // (world or World()).num_hosts)
+    flops_per_host, kept = flops // (world or World()).num_hosts, start.kept(on_gpu)
+    kernels, attention, choice = resolve_kernels(request, on_gpu, kept, flops_per_host)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(request, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
     fitting = capacity.choose(request, workload, world)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ..checkpoint import (
     Checkpoint,
     CheckpointError,
-    CheckpointMetadata,
     CheckpointVersionError,
     find_given,
     list_checkpoints,
@@ -97,19 +96,6 @@ def _open(path: Path) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
     checkpoint.check_files()
     return checkpoint
-
-
-def kept_metadata(checkpoint: Checkpoint | None, on_gpu: bool) -> CheckpointMetadata | None:
-    """The checkpoint that a run resumes from, if the run keeps its kernels: it was written on the same accelerator.
-
-    Choosing again, on a different number of cores or by another measurement, would change the rounding and draw other
-    dropout. A run that goes on from a CPU to a GPU, or back, does so in any case.
-    """
-    if checkpoint is None:
-        return None
-    # Older versions did not resolve auto.
-    accelerator = checkpoint.metadata.run.get("trainer", {}).get("accelerator", "auto")
-    return checkpoint.metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
 
 
 def check_fit(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple[OptimizerConfig, ScheduleConfig]:

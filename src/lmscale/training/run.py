@@ -52,6 +52,18 @@ class Start:
             step, train_time_s = checkpoint.metadata.step, checkpoint.metadata.state.get("train_time_s", math.nan)
         return cls(checkpoint, resumes, step, train_time_s, request.optimizer, request.schedule)
 
+    def kept(self, on_gpu: bool) -> Any:
+        """The metadata of the checkpoint whose kernels the run keeps: one that it continues, of the same accelerator.
+
+        Choosing again, on a different number of cores or by another measurement, would change the rounding and draw
+        other dropout. A run that goes on from a CPU to a GPU, or back, does so in any case.
+        """
+        if not self.resumes:
+            return None
+        metadata = self.checkpoint.metadata
+        accelerator = metadata.run.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
+        return metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the checkpoint, which has the metadata of thousands of tensors: the ranks open what they agree on."""
         return vars(self) | {"checkpoint": None}
