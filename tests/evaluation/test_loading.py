@@ -34,7 +34,7 @@ from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.models import BERT, GPT
 from lmscale.parallel import ParallelContext
-from lmscale.parallel.shared_memory import RankGoneError
+from lmscale.parallel.shared_memory import RankGoneError, SharedMemoryError
 from lmscale.runtime.lost_rank import LostRank
 from lmscale.runtime.ranks import AgreedError, Ranks
 from lmscale.runtime.watchdog import Watchdog
@@ -158,7 +158,7 @@ def test_a_path_without_model_raises(tmp_path) -> None:
     (tmp_path / "file.bin").write_bytes(b"weights")
     (tmp_path / "empty").mkdir()
     for name, message in (("none", "does not exist"), ("file.bin", "is a file"), ("empty", "not a checkpoint")):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(AgreedError, match=message):
             load_model(tmp_path / name, PLAIN)
 
 
@@ -300,6 +300,16 @@ def test_a_rank_that_has_lost_another_one_ends_in_one_line(monkeypatch, capsys) 
         run_on_rank(fail, "cpu", Layout(tp_size=2))
     assert raised.value.code == 1
     assert "error: rank 0: rank 1 of its tensor group is gone; it was in the start" in capsys.readouterr().err
+
+
+def test_a_start_without_shared_memory_ends_in_one_line(monkeypatch, capsys) -> None:
+    def start(*_: object) -> None:
+        raise SharedMemoryError("shared memory is full")
+
+    monkeypatch.setattr(ranks, "evaluation_groups", start)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    assert run_on_rank(lambda place: 0, "cpu", Layout(tp_size=2)) == 2
+    assert capsys.readouterr().err == "error: shared memory is full\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("damaged"), OSError(errno.EIO, "Input/output error")])

@@ -11,7 +11,6 @@ from runs import ONE, assert_equal_runs, read_rows, read_tensors, run_layouts, t
 from lmscale.config import Layout
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
-from lmscale.training.resolve import check
 
 LAYOUTS = ((2, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 1))  # tensor, pipeline, data
 GRID = (2, 1, 2)
@@ -120,14 +119,14 @@ def test_every_parameter_is_updated(folder) -> None:
 
 def test_a_sequence_length_not_divisible_by_tp_size_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="`data.seq_length` must be a multiple of `parallel.tp_size` .2. with"):
-        check(tiny_run("gpt", tmp_path, parallel__tp_size=2, parallel__sequence_parallel=True))
+        tiny_run("gpt", tmp_path, parallel__tp_size=2, parallel__sequence_parallel=True)
 
 
 def test_a_micro_batch_without_equal_halves_is_refused(tmp_path) -> None:
     halves = {"micro_batch_size": 3, "global_batch_size": 6, "parallel__batch_halves": True}
     with pytest.raises(ValueError, match="`micro_batch_size` must be even with `parallel.batch_halves`, but is 3"):
-        check(tiny_run("gpt", tmp_path, parallel__tp_size=2, **halves))
-    check(tiny_run("gpt", tmp_path, parallel__tp_size=1, **halves))  # without effect
+        tiny_run("gpt", tmp_path, parallel__tp_size=2, **halves)
+    tiny_run("gpt", tmp_path, parallel__tp_size=1, **halves)  # without effect
 
 
 def test_halves_are_refused_for_an_evaluation(tmp_path) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..config import Layout
 from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
+from ..runtime.exit_codes import DONE
 from ..text.formats import UnreadableError, plain_bytes
 from .generation import Display, Generator, as_json, in_batches
 from .loading import DTYPES, check_model, load_model
@@ -85,7 +86,7 @@ def _generate_until_closed(job: GenerateJob, place: RankPlace) -> int:
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _discard_output()  # Python's final flush
         return 128 + signal.SIGPIPE
-    return 0
+    return DONE
 
 
 def _discard_output() -> None:

@@ -10,6 +10,7 @@ import json
 import socket
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,7 +84,8 @@ def load_model(
     """
     if ranks.size != context.tp_size * context.dp_size:  # one alone would wait for no other rank, and agree with none
         raise ValueError(f"`ranks` must be the {context.tp_size * context.dp_size} of `context`, but are {ranks.size}")
-    folder = find_given("ckpt", path)
+    # All ranks take that of the first one: a training may be saving another meanwhile.
+    folder = ranks.broadcast(ranks.agree(partial(find_given, "ckpt", path), first_rank_only=True))
     load = _load_ours if (folder / METADATA).is_file() else _load_hugging_face
     return load(folder, context, dtype, device, ranks)
 

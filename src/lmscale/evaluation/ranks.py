@@ -1,6 +1,5 @@
 """The ranks of an evaluation: their process group, and where each does its work."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,9 +10,11 @@ import torch.distributed as dist
 from ..config import Layout
 from ..parallel import ParallelContext, make_context
 from ..parallel.rendezvous import start_process_group
+from ..parallel.shared_memory import SharedMemoryError
 from ..runtime.cpu_settings import share_cores
 from ..runtime.exit_codes import USER_ERROR
 from ..runtime.lost_rank import end_rank
+from ..runtime.messages import print_error
 from ..runtime.ranks import Ranks, make_ranks
 from ..runtime.watchdog import Watchdog
 from ..runtime.world import World, world_from_outside
@@ -47,28 +48,31 @@ def run_on_rank(work: Callable[[RankPlace], int], accelerator: str, layout: Layo
     """
     share_cores()
     use_gpu = accelerator != "cpu" and torch.cuda.is_available()
-    context, ranks = evaluation_groups(layout, "cuda" if use_gpu else "cpu")
-    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
-    watchdog = Watchdog(ranks.rank, TIMEOUT.total_seconds(), f"{TIMEOUT.total_seconds() / 60:.0f} minutes")
-    place = RankPlace(context, ranks, device, watchdog)
-    if layout.world_size == 1:
-        return work(place)
-    watchdog.start()
+    rank, place = (world_from_outside() or World()).rank, None
+    watchdog = Watchdog(rank, TIMEOUT.total_seconds(), f"{TIMEOUT.total_seconds() / 60:.0f} minutes")
+    if layout.world_size > 1:
+        watchdog.start()
     try:
+        context, ranks = evaluation_groups(layout, "cuda" if use_gpu else "cpu")
+        device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+        place = RankPlace(context, ranks, device, watchdog)
         code = work(place)
-    except ValueError as error:  # raised on every rank
-        if ranks.is_first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+    except (ValueError, SharedMemoryError) as error:  # of the work on every rank
+        if layout.world_size == 1 or (place is None and isinstance(error, ValueError)):
+            raise
+        if rank == 0:
+            print_error(error)
         code = USER_ERROR
     except RuntimeError as error:
-        lost = end_rank(error, ranks.rank, context.tp_size, watchdog.where, None)
+        lost = end_rank(error, rank, layout.tp_size, watchdog.where, None)
         if lost is None:
             raise
         raise lost from None
     finally:
         watchdog.stop()
     # Not after another exception: with NCCL it would wait for ranks that are inside a collective.
-    dist.destroy_process_group()
+    if layout.world_size > 1:
+        dist.destroy_process_group()
     return code
 
 

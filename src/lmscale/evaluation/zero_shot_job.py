@@ -14,12 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..config import TransformerConfig
 from ..config.family import load
 from ..config.zero_shot import TASKS, ZeroShotConfig
-from ..results import check_no_record, new_record, write_record
+from ..results import RECORD, check_no_record, new_record, write_record
+from ..runtime.exit_codes import DONE
 from .loading import DTYPES, LoadedModel, check_model, load_model, load_requested_tokenizer
 from .ranks import RankPlace, run_on_rank
 from .task import Metrics, Task
 
-RECORD, ANSWERS = "record.json", "answers.jsonl"
+ANSWERS = "answers.jsonl"
 PROGRESS_INTERVAL_S = 30.0
 
 
@@ -77,12 +78,13 @@ def _evaluate(job: ZeroShotJob, place: RankPlace) -> int:
         print(f"tokenizer {job.tokenizer['sha256'][:16]}, {job.tokenizer['vocab_size']} ids")
         print(f"{config.task.name}, {task.file_name} ({task.split}): {counts}", flush=True)
     scores = task.score(loaded.model, config.micro_batch_tokens, _Progress(config.task.name, place))
+    metrics = task.metrics(scores) | {"evaluation_time": (time.monotonic() - began, "s")}
     if ranks.is_first:
-        metrics = task.metrics(scores) | {"evaluation_time": (time.monotonic() - began, "s")}
         for name, (value, unit) in metrics.items():
             print(f"{name} = {value:.10g} {unit}")
-        _write(job, loaded, metrics, task.answers(scores), device, started)
-    return 0
+    write = partial(_write, job, loaded, metrics, task.answers(scores), device, started)
+    ranks.agree(write, first_rank_only=True)
+    return DONE
 
 
 def _write(
