@@ -136,11 +136,11 @@ def test_the_run_is_checked_with_its_own_keys(folder) -> None:
     (folder / ".hydra" / "hydra.yaml").write_text(
         "hydra: {job: {config_name: train}, runtime: {config_sources: []}}", encoding="utf-8"
     )
-    (folder / ".hydra" / "overrides.yaml").write_text("- model=bert_tiny\n- optimizer.lr=-5\n", encoding="utf-8")
+    (folder / ".hydra" / "overrides.yaml").write_text("- model=bert_tiny\n- global_batch_size=5\n", encoding="utf-8")
     train = REPOSITORY / "src" / "train.py"
     done = refuse(train, f"hydra.run.dir='{folder}'", "++resume=auto")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: `optimizer.lr` must be at least 0") and "but is -5" in done.stderr
+    assert done.stderr.startswith("error: `global_batch_size` must be a multiple") and "but is 5" in done.stderr
     done = refuse(train, "hydra.run.dir=Größe", "resume=auto")
     assert done.returncode == 2 and """special ('hydra.run.dir="Größe"'), but is""" in done.stderr, done.stderr
     (folder / ".hydra" / "overrides.yaml").write_text("- [", encoding="utf-8")

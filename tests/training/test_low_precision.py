@@ -25,7 +25,7 @@ from lmscale.parallel import (
 )
 from lmscale.runtime.accelerator import check_products
 from lmscale.training.pretrain import pretrain
-from lmscale.training.resolve import check, resolve
+from lmscale.training.resolve import resolve
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 from lmscale.training.step.training_module import DTYPES
 
@@ -195,7 +195,7 @@ def test_a_float8_run_learns_like_bf16_and_resumes_bitwise(tmp_path) -> None:
 )
 def test_sizes_that_are_not_multiples_of_16_are_refused(tmp_path, changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check(tiny_run("gpt", tmp_path, **SIZES | {"model__ffn_hidden_size": None} | changes))
+        tiny_run("gpt", tmp_path, **SIZES | {"model__ffn_hidden_size": None} | changes)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.exit_codes import REPLICAS_DIFFER
 from lmscale.training.module import PretrainModule
-from lmscale.training.resolve import check
 from lmscale.training.step import optimizer
 
 BOUND = 1e-12
@@ -118,7 +117,7 @@ def test_each_stage_writes_its_own_layers_and_the_tied_weight_is_written_once(qu
 
 def test_stages_are_refused_where_there_are_none(tmp_path, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"^`parallel.pp_size` must be at most `model.num_layers` \(2\), but is 3$"):
-        check(tiny_run("gpt", tmp_path, parallel__pp_size=3))
+        tiny_run("gpt", tmp_path, parallel__pp_size=3, parallel__tp_size="auto")
     with pytest.raises(ValueError, match="^`parallel.pp_size` must be 1 outside src/train.py, .* but is 2$"):
         ZeroShotConfig(str(tmp_path), LambadaConfig("lambada", "x"), "y", parallel=Layout(pp_size=2))
     monkeypatch.setattr(PretrainModule, "parallel", ParallelContext(pp_size=2))
@@ -127,7 +126,7 @@ def test_stages_are_refused_where_there_are_none(tmp_path, monkeypatch) -> None:
     without = dataclasses.replace(family_of("gpt"), transformer_inputs=None)
     monkeypatch.setattr(ModelConfig, "traits", without)
     with pytest.raises(ValueError, match="1 for the family gpt, which does not set `transformer_inputs`, but is 2"):
-        check(tiny_run("gpt", tmp_path, parallel__pp_size=2))
+        tiny_run("gpt", tmp_path, parallel__pp_size=2)
 
 
 def _forget_the_weight(rank: int) -> None:

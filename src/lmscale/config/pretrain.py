@@ -89,6 +89,10 @@ class RunConfig(TrainingRequest, EntryConfig):
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)
         require_positions(self)
+        auto = {name: 1 for name in ("tp_size", "pp_size", "dp_size") if getattr(self.parallel, name) == "auto"}
+        with keys_of(ParallelConfig, "parallel."):
+            layout = self.parallel.layout(**auto)
+        self.check_layout(layout)  # as far as it is known: arithmetic is refused before anything is read
 
     def check_layout(self, layout: Layout) -> BatchConfig:
         """Check that a layout divides model and batch; returns how it divides the batch.

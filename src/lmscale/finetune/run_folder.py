@@ -1,7 +1,6 @@
 """What a finetuning writes into its run folder and on the terminal, besides its metrics and checkpoint."""
 
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -104,7 +103,7 @@ def write_results(job: FinetuneJob, session: RankSession, report: StepReport, sc
         settings=gpu_settings(job.on_gpu),
         layout=job.layout.sizes | {"threads_per_rank": session.num_threads},
         steps=[0, step],
-        started=time.time() - report.wall_s,
+        started=session.started,
     )
     losses = training_losses(folder / METRICS)
     late = losses[len(losses) // 2 :]  # of few examples each

@@ -1,4 +1,4 @@
-"""What only the ranks of a run can decide, together: the checkpoint to load, and the kernels."""
+"""What only the ranks of a run can decide, together: the checkpoint and its schedule, the kernels, recomputation."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,8 @@ def agree(run: Run, session: RankSession) -> Run:
     """Decide what `resolve` has left open, equally on all ranks, with the run folder locked.
 
     Raises:
-        AgreedError: the checkpoint cannot be used.
+        AgreedError: the run does not fit the checkpoint, or cannot read it.
+        CheckpointError: on every rank, the checkpoint is of another model.
 
     Communicates:
         as `agree_on_checkpoint`, and a few small objects over the world.

@@ -7,9 +7,7 @@ from pathlib import Path
 from ..config import BatchConfig, Layout, TransformerConfig
 from ..config.checks import refuse
 from ..config.finetune import FinetuneConfig
-from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
-from ..config.model import ModelConfig
 from ..config.pretrain import RunConfig
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
 from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, no_size_fits, with_other_stages
@@ -48,8 +46,7 @@ def choose(run: RunConfig, workload: Workload, world: World | None) -> Fitting:
     Raises:
         ValueError: sizes that do not divide the training or do not match the ranks; what this host cannot hold.
     """
-    with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
-        layout, needed = choose_layout(run.parallel, workload, world)
+    layout, needed = choose_layout(run.parallel, workload, world)
     batch = run.check_layout(layout)
     check_host(run, layout, world)
     if needed is None:

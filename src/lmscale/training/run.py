@@ -64,19 +64,16 @@ class Start:
         accelerator = metadata.run.get("trainer", {}).get("accelerator", "auto")  # older versions did not resolve auto
         return metadata if accelerator in ("auto", "gpu" if on_gpu else "cpu") else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the checkpoint, which has the metadata of thousands of tensors: the ranks open what they agree on."""
-        return vars(self) | {"checkpoint": None}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A pretraining: what was requested, and what was decided of it. Picklable, a few kilobytes.
 
-    Two functions may leave fields open. `check` knows no corpus: `corpus` is None, the vocabulary of `model` a stand-in
-    and `start` under the schedule of the request. After `resolve`, until `agree` has returned the run on the ranks,
-    `start` may change, because another job may write checkpoints until the folder is locked, and so may
-    `model.attention`, if `measures_attention`; `kernels` and `model.recompute` become those of rank 0's machine.
+    What `check` returns has no corpus: `corpus` is None, `num_validation_samples` too, the vocabulary of `model` a
+    stand-in, and `start` goes by the schedule of the request. On the ranks `agree` then decides `start` again, which is
+    not sent to them: until the folder is locked another job may write checkpoints, and a checkpoint has the metadata of
+    thousands of tensors. It also replaces `model.attention`, if `measures_attention`, and `kernels` and
+    `model.recompute` by those of rank 0's machine.
 
     Args:
         request: the configuration as requested.
@@ -96,7 +93,7 @@ class Run:
     kernels: Kernels
     compile_choice: str
     measures_attention: bool
-    start: Start
+    start: Open[Start]
     corpus: Open[PreparedCorpus] = None
     num_validation_samples: int | None = None
 
@@ -111,8 +108,11 @@ class Run:
         workload = Workload.of(self.request, compiles=self.kernels.compiles, on_gpu=self.on_gpu)
         return estimate_memory(replace(workload, config=self.model), self.layout).total
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"start": None}
+
     def describe(self) -> dict[str, Any]:
-        """The run as its files have it: the configuration as requested, with what was decided in place of `auto`."""
+        """The run as its files have it: as requested, with what was decided in place of `auto`, but for the grid."""
         values = self.request.to_dict()
         values["trainer"] |= {"accelerator": self.accelerator, "num_validation_samples": self.num_validation_samples}
         values["model"] |= {"attention": self.model.attention, "recompute": self.model.recompute}

@@ -60,7 +60,7 @@ class RankSession:
     Args:
         folder: the run folder, the same on all ranks and locked for this job.
         num_threads: CPU threads of this rank.
-        started: when the job began, seconds since the epoch.
+        started: when the folder was locked, seconds since the epoch.
     """
 
     trainer: L.Trainer
