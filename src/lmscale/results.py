@@ -25,7 +25,7 @@ from .config.checks import expand_home
 from .runtime.machine import cpu_model, describe_cpu, usable_cores
 from .shared_files import write_atomically
 
-RECORD = "record.json"  # in a run folder
+RECORD, METRICS, CHECKPOINTS = "record.json", "metrics.csv", "checkpoints"  # in a run folder
 RECORD_VERSION = 1
 _STARTED = time.time()  # of the process, which imports this module with its first ones
 KINDS = ("run", "scaled_down", "modelled")

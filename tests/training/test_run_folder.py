@@ -20,6 +20,7 @@ from runs import run_jobs, tiny_run, train_here
 from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.cli import next_command
 from lmscale.config import Layout
+from lmscale.results import METRICS
 from lmscale.runtime import run_lock
 from lmscale.runtime.exit_codes import INTERRUPTED, USER_ERROR
 from lmscale.runtime.interruption import Interruption
@@ -30,7 +31,7 @@ from lmscale.training.announcement import describe_options, describe_scored, war
 from lmscale.training.loggers import MetricsFile
 from lmscale.training.pretrain import pretrain
 from lmscale.training.resolve import resolve
-from lmscale.training.run_folder import METRICS, prepare_folder
+from lmscale.training.run_folder import prepare_folder
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from ..config.family import family_of
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
-from ..results import read_record
+from ..results import CHECKPOINTS, RECORD, read_record
 from ..runtime.world import world_from_outside
 from .conf_files import CONF
 
@@ -44,8 +44,8 @@ def after_training(values: Mapping) -> str:
         values: the resolved configuration, with `run_dir`.
     """
     run = Path(values["run_dir"])
-    has_checkpoint = any((run / "checkpoints").glob("step_*.ckpt"))
-    if not (run / "record.json").is_file():
+    has_checkpoint = any((run / CHECKPOINTS).glob("step_*.ckpt"))
+    if not (run / RECORD).is_file():
         if has_checkpoint and world_from_outside() is not None:
             return _start_same_ranks("hydra.run.dir", run)
         again = command("src/train.py", hydra__run__dir=run, resume="auto")
@@ -112,9 +112,9 @@ def load_published(folder: Path, model_class: str) -> str:
 def after_finetuning(values: Mapping) -> str:
     """Score the finetuned checkpoint again, at any layout, and export it; empty if none was saved."""
     run = Path(values["run_dir"])
-    if not any((run / "checkpoints").glob("step_*.ckpt")) or HydraConfig.get().mode == RunMode.MULTIRUN:
+    if not any((run / CHECKPOINTS).glob("step_*.ckpt")) or HydraConfig.get().mode == RunMode.MULTIRUN:
         return ""
-    if (run / "record.json").is_file() and _ended_above_start(run):
+    if (run / RECORD).is_file() and _ended_above_start(run):
         return ""
     own = ("ckpt", "trainer.num_epochs", "from_scratch", "new_pooler")
     kept = [o for o in values["overrides"] if o.lstrip("+").partition("=")[0] not in own]
@@ -129,7 +129,7 @@ def _export(run: Path) -> str:
 
 def _ended_above_start(run: Path) -> bool:
     """Whether a run has trained to a higher loss than it began with; its last lines do not offer its model."""
-    return read_record(run / "record.json").get("ended_above_start", False)
+    return read_record(run / RECORD).get("ended_above_start", False)
 
 
 def _config_dir() -> list[str]:

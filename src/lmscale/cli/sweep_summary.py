@@ -9,7 +9,7 @@ import hydra
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ..results import read_record, validation_set
+from ..results import METRICS, RECORD, read_record, validation_set
 from ..runtime.world import is_first_rank
 
 TABLE, FIGURE = "sweep.csv", "sweep.png"
@@ -34,7 +34,7 @@ class SweepSummary(Callback):
             return
         folder = Path(config.hydra.sweep.dir)
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}  # comparable runs, by metric and validation set
-        for path in sorted(folder.rglob("record.json")):
+        for path in sorted(folder.rglob(RECORD)):
             run = path.parent.relative_to(folder).as_posix()
             try:
                 record = read_record(path)
@@ -69,8 +69,7 @@ class SweepSummary(Callback):
         _table(runs, metrics).to_csv(folder / TABLE, index=False, lineterminator="\r\n")
         print(f"table: {folder / TABLE}", flush=True)
         trained = {
-            key: [run for run in runs if (folder / run["run"] / "metrics.csv").is_file()]
-            for key, runs in groups.items()
+            key: [run for run in runs if (folder / run["run"] / METRICS).is_file()] for key, runs in groups.items()
         }
         if any(trained.values()):
             _draw(folder, {key: runs for key, runs in trained.items() if runs})
@@ -113,7 +112,7 @@ def _draw(folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> 
         tables, (_, _, *keys) = [], _table(runs, [metric]).columns
         for run in runs:
             label = ", ".join(f"{key}={run.get(key, '')}" for key in keys) or run["run"]
-            tables.append(pandas.read_csv(folder / run["run"] / "metrics.csv").assign(run=label, folder=run["run"]))
+            tables.append(pandas.read_csv(folder / run["run"] / METRICS).assign(run=label, folder=run["run"]))
         palette = "colorblind" if len(runs) <= 10 else "viridis"
         marker = "o" if min(map(len, tables)) == 1 else None  # a line through one point is not visible
         rows = pandas.concat(tables, ignore_index=True)

@@ -5,13 +5,12 @@ from functools import partial
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..checkpoint import checkpoint_name
+from ..results import CHECKPOINTS, METRICS
 from ..runtime.exit_codes import DONE
 from ..runtime.messages import print_error
 from ..runtime.ranks import AgreedError
 from ..training.device_memory import check_free_memory
 from ..training.loggers import MetricsFile
-from ..training.run import CHECKPOINTS
-from ..training.run_folder import METRICS
 from ..training.session import RankSession, new_trainer, run_on_this_rank
 from .batches import ScoringBatches, TrainingSteps
 from .callbacks import Scoring, StepReport, for_json

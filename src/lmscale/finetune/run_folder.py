@@ -7,14 +7,14 @@ from pathlib import Path
 from ..config import TransformerConfig
 from ..config.finetune import FinetuneConfig
 from ..paper import BERT_SIZES
-from ..results import RECORD, new_record, write_record
+from ..results import METRICS, RECORD, new_record, write_record
 from ..runtime.accelerator import gpu_settings
 from ..runtime.machine import device_name
 from ..runtime.run_lock import run_folder_errors
 from ..training.announcement import describe_channel
 from ..training.diagnosis import count_updates
 from ..training.loggers import training_losses
-from ..training.run_folder import METRICS, warn_of_no_progress, write_first_files
+from ..training.run_folder import warn_of_no_progress, write_first_files
 from ..training.session import RankSession
 from .callbacks import Scoring, StepReport
 from .features import Features

@@ -9,9 +9,10 @@ from ..data.prepare import describe_repetition
 from ..parallel import ParallelContext
 from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
+from ..results import CHECKPOINTS
 from ..runtime.machine import describe_slow_type
 from ..runtime.messages import warn
-from .run import CHECKPOINTS, Run
+from .run import Run
 from .session import RankSession
 
 

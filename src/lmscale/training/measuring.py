@@ -20,7 +20,7 @@ from ..config.plan import PlanConfig
 from ..planner.memory import GIB
 from ..planner.plan import Plan
 from ..planner.question import plans_of_machine
-from ..results import new_record, record_path, write_record
+from ..results import METRICS, new_record, record_path, write_record
 from ..runtime.machine import usable_cores
 
 LAYOUT = ("tp_size", "dp_size", "zero1", "batch_halves")  # what is compared; threads follow from it
@@ -168,7 +168,7 @@ def time_training(command: list[str], num_steps: int, is_gpu: bool) -> dict[str,
             code, usage = _run(words, stderr, environment)
         if code:
             return {"reason": _reason(code, output.read_text(encoding="utf-8", errors="replace"))}
-        with (run / "metrics.csv").open(encoding="utf-8", newline="") as file:
+        with (run / METRICS).open(encoding="utf-8", newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["time/step_s"]][WARM_UP_STEPS:]
         compiled = json.loads((run / "config.json").read_text(encoding="utf-8"))["compile"]
     times = [float(row["time/step_s"]) for row in rows]

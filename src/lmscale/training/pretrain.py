@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from ..data.datamodule import PretrainDataModule
 from ..data.sampler import samples_of
 from ..models.attention_backend import preferred_backend
+from ..results import METRICS
 from ..runtime.exit_codes import DONE
 from .agreement import agree
 from .announcement import warn_of_cost
@@ -25,7 +26,7 @@ from .loggers import MetricsFile, optional_loggers
 from .module import PretrainModule
 from .resuming import check_data_digest
 from .run import Run
-from .run_folder import METRICS, begin_run_folder, report_failure, write_run_record
+from .run_folder import begin_run_folder, report_failure, write_run_record
 from .session import RankSession, new_trainer, run_on_this_rank
 
 

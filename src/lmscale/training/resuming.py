@@ -22,13 +22,13 @@ from ..config.pretrain import RunConfig
 from ..config.training import OptimizerConfig, ScheduleConfig
 from ..data.data_digest import digest_text, expected_digest
 from ..data.sampler import RunSamples
+from ..results import CHECKPOINTS, METRICS, RECORD
 from ..runtime.messages import warn
 from ..runtime.ranks import AgreedError, Ranks
 from ..runtime.world import is_restart
-from .run import CHECKPOINTS
 from .step.learning_rate import learning_rate_of_update
 
-_LEFT_BY_A_RUN = ("metrics.csv", "record.json")
+_LEFT_BY_A_RUN = (METRICS, RECORD)
 # Keys that determine which samples a run sees, and in which order; the corpus is compared by the hash of its tokens.
 _DATA_KEYS = ("seed", "global_batch_size", "data.seq_length", "data.short_seq_probability", "data.mask_probability")
 _DATA_KEYS += ("data.max_ngram",)
@@ -56,7 +56,7 @@ def find_checkpoint(run: RunConfig) -> Checkpoint | None:
         path = "auto"
     left = [name for name in _LEFT_BY_A_RUN if (Path(run.run_dir) / name).exists()]
     # Under `auto`, metrics may be of this run, stopped before its first checkpoint; a record is of a completed run.
-    if left and not own and not is_restart() and (path != "auto" or "record.json" in left):
+    if left and not own and not is_restart() and (path != "auto" or RECORD in left):
         raise ValueError(
             f"`hydra.run.dir` must be another folder for a new run, but {run.run_dir} has the "
             f"{' and '.join(left)} of an earlier one, without checkpoints to resume from"
@@ -120,7 +120,7 @@ def check_fit(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple
         (run.trainer.max_steps, "max_steps"),
         (run.trainer.stop_after_steps or run.trainer.max_steps, "stop_after_steps"),
     )
-    if metadata.step > last_step and not (Path(run.run_dir) / "record.json").is_file():  # else the run has ended
+    if metadata.step > last_step and not (Path(run.run_dir) / RECORD).is_file():  # else the run has ended
         raise ValueError(
             f"`trainer.{key}` must be at least the {metadata.step} steps that checkpoint {name} has done, but is "
             f"{last_step}"

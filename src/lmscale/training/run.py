@@ -13,8 +13,8 @@ from ..data.prepare import PreparedCorpus
 from ..kernels import Kernels
 from ..planner.memory import estimate_memory
 from ..planner.workload import Workload
+from ..results import CHECKPOINTS
 
-CHECKPOINTS = "checkpoints"  # folder of a run folder
 T = TypeVar("T")
 Open = T | None  # of a field that is None until it is decided
 

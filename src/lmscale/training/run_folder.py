@@ -10,7 +10,7 @@ from pathlib import Path
 from ..checkpoint import TOKENIZER_FOLDER, remove_unfinished
 from ..config.family import load
 from ..data.prepare import corpus_unigram_cross_entropy
-from ..results import RECORD, new_record, write_record
+from ..results import CHECKPOINTS, METRICS, RECORD, new_record, write_record
 from ..runtime.accelerator import gpu_settings
 from ..runtime.exit_codes import DIVERGED, INTERRUPTED
 from ..runtime.machine import device_name
@@ -22,10 +22,8 @@ from .callbacks.step_report import StepReport
 from .device_memory import memory_metrics
 from .diagnosis import count_updates, first_cause
 from .loggers import MetricsFile, keep_damaged, training_losses
-from .run import CHECKPOINTS, Run
+from .run import Run
 from .session import RankSession
-
-METRICS = "metrics.csv"
 
 
 def begin_run_folder(run: Run, session: RankSession, metrics: MetricsFile, num_scored: int) -> bool:

@@ -11,9 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from ...checkpoint import Checkpoint, CheckpointError, checkpoint_name, list_checkpoints, remove_checkpoint
 from ...data.data_digest import digest_text
 from ...parallel.data_collectives import sum_over_data_ranks
+from ...results import CHECKPOINTS
 from ...runtime.exit_codes import DONE, INTERRUPTED, NOT_SAVED
 from ...runtime.messages import print_error
-from ..run import CHECKPOINTS, Run
+from ..run import Run
 from ..session import RankSession
 from .sample_digest import SampleDigest
 from .step_report import StepReport
