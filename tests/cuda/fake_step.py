@@ -42,15 +42,17 @@ class StepOrder:
     """What the module reads of Lightning's Trainer, and the order in which the Trainer calls the module."""
 
     def __init__(self, context: Any, device: Any) -> None:
-        self.strategy = SimpleNamespace(
-            parallel=context, root_device=device, model=None, ranks=SimpleNamespace(any=lambda *flags: flags)
-        )
-        self.accumulate_grad_batches, self.optimizers = 1, []
-        self.precision, self.gradient_clip_algorithm, self.callbacks = "32-true", None, []
+        from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+        ranks = SimpleNamespace(any=lambda *flags: flags)
+        place = {"parallel": context, "root_device": device, "ranks": ranks}
+        self.strategy = SimpleNamespace(**place, model=None, checkpoint_io=TorchCheckpointIO())
+        self.accumulate_grad_batches, self.optimizers, self.state = 1, [], SimpleNamespace(fn=None)
+        self.precision, self.gradient_clip_algorithm, self.gradient_clip_val, self.callbacks = "32-true", None, None, []
 
     def build(self, module: Any) -> None:
         """Build model, optimizer and schedule."""
-        module.trainer = self
+        self.lightning_module, module.trainer = module, self
         with self.strategy.root_device:  # `Strategy.tensor_init_context`
             module.configure_model()
         module._device = self.strategy.root_device  # as `module.to` sets it, which fake parameters do not allow
