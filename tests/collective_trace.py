@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import fake_world
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -172,8 +172,7 @@ def trace_step(
     if dist.is_initialized():
         raise RuntimeError("a trace needs a process without a process group, but one is initialised")
     start = time.perf_counter()
-    dist.init_process_group("fake", rank=0, world_size=layout.world_size, store=FakeStore())
-    try:
+    with fake_world(0, layout.world_size):
         mesh = init_device_mesh("cpu", tuple(layout.axes.values()), mesh_dim_names=tuple(layout.axes))
         context = ParallelContext(
             tp_size=layout.tp_size,
@@ -198,8 +197,6 @@ def trace_step(
             flops=counter.get_total_flops(),
             seconds=time.perf_counter() - start,
         )
-    finally:
-        dist.destroy_process_group()
 
 
 def _count(shapes: Iterable[tuple[int, ...]]) -> int:

@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import warm  # noqa: F401  forks them from a server with torch imported
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmscale import parallel
 from lmscale.config import Layout
@@ -78,6 +79,16 @@ def _join(rank: int, world_size: int, folder: str, worker: Callable, args: tuple
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """This process as one rank of a world without the others: collectives return at once and send nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:

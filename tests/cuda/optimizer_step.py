@@ -21,9 +21,8 @@ def main(guard: str, case: dict) -> None:
     one under `Watch` without what is compiled."""
     fake_gpu.install(Path(guard))
     import torch
-    import torch.distributed as dist
+    from fake_ranks import grid
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
     from triton_kernels import calls_in, compile_to_cubin, kernels_in
@@ -31,7 +30,6 @@ def main(guard: str, case: dict) -> None:
     from lmscale.config import TransformerConfig
     from lmscale.config.training import OptimizerConfig, PrecisionConfig
     from lmscale.models import build_model
-    from lmscale.parallel import ParallelContext
     from lmscale.training.step.optimizer import MixedPrecisionAdamW
     from lmscale.training.step.training_module import DTYPES
 
@@ -62,23 +60,11 @@ def main(guard: str, case: dict) -> None:
 
     torch.cuda.Event = Event
     sources = fake_gpu.capture_generated_code()
-    tp_size, dp_size, context = case.get("tp_size", 1), case.get("dp_size", 1), ParallelContext()
-    if tp_size * dp_size > 1:
-        dist.init_process_group("fake", rank=tp_size * dp_size - 1, world_size=tp_size * dp_size, store=FakeStore())
-        mesh = dist.init_device_mesh("cpu", (dp_size, tp_size), mesh_dim_names=("data", "tensor"))
-        context = ParallelContext(
-            tp_rank=tp_size - 1,
-            tp_size=tp_size,
-            dp_rank=dp_size - 1,
-            dp_size=dp_size,
-            tp_group=mesh.get_group("tensor"),
-            dp_group=mesh.get_group("data"),
-            sequence_parallel=case.get("sequence_parallel", False),
-            zero1=case.get("zero1", False),
-        )
+    cut = {name: case[name] for name in ("tp_size", "dp_size", "sequence_parallel", "zero1") if name in case}
+    last = cut.get("tp_size", 1) * cut.get("dp_size", 1) - 1
     config = TransformerConfig("gpt", 3, 256, 8, 50257, 128)
     dtype, device = case["dtype"], torch.device("cuda")
-    with FakeTensorMode():
+    with grid(rank=last, **cut) as context, FakeTensorMode():
         model = build_model(config, context, seed=1, dtype=DTYPES[dtype], device=device)
         optimizer = MixedPrecisionAdamW(
             model.named_parameters(),

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import fake_world
 from sharding import compiler, random_batch, small_config, total_loss
 from torch._dynamo.utils import counters
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmscale.config import Layout
 from lmscale.kernels import Kernels
@@ -27,9 +27,8 @@ KINDS = {"all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "re
 def last_of_four(request) -> Iterator[ParallelContext]:
     torch._dynamo.reset()
     counters.clear()
-    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
-    yield ParallelContext(tp_rank=3, tp_size=4, tp_group=dist.group.WORLD, sequence_parallel=request.param)
-    dist.destroy_process_group()
+    with fake_world(3, 4):
+        yield ParallelContext(tp_rank=3, tp_size=4, tp_group=dist.group.WORLD, sequence_parallel=request.param)
 
 
 @pytest.mark.parametrize("hidden_dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])

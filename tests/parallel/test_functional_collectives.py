@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import make_context, run_ranks
+from ranks import fake_world, make_context, run_ranks
 from sharding import compiler, largest, small_config
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmscale.kernels import Kernels
@@ -66,8 +65,7 @@ class _Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 def test_sequence_parallelism_copies_nothing_around_its_collectives(kind: type) -> None:
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
+    with fake_world(1, 2):
         context = ParallelContext(1, 2, tp_group=dist.group.WORLD, sequence_parallel=True)
         layer = kind(H, H, context, 0.5)
         x = torch.zeros((B, S // 2, H) if kind is ColumnParallelLinear else (B, S, H // 2), requires_grad=True)
@@ -75,8 +73,6 @@ def test_sequence_parallelism_copies_nothing_around_its_collectives(kind: type) 
             y = layer(x)
             y.backward(torch.zeros_like(y))
         assert copies.number == 0
-    finally:
-        dist.destroy_process_group()
 
 
 def _wait_for_a_late_rank(rank: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from paper_models import paper_model, training
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from ranks import fake_world
 
 from analysis.correctness.peak_memory import DTYPES, TensorBytes, sized
 from lmscale.config import Layout
@@ -112,8 +112,7 @@ def test_a_model_of_more_than_16_billion_parameters_needs_stages_on_v100() -> No
 def measure_stage(config, b: int, num: int, dtype: str, stage: int, layout: Layout) -> int:
     """Peak bytes of live tensors of one stage in its second step; the messages of its neighbours are zeros."""
     s, h, last = config.max_position_embeddings, config.hidden_size, stage == layout.pp_size - 1
-    dist.init_process_group("fake", rank=stage, world_size=layout.pp_size, store=FakeStore())
-    try:
+    with fake_world(stage, layout.pp_size):
         context = ParallelContext(pp_rank=stage, pp_size=layout.pp_size, pp_group=dist.group.WORLD)
         model = build_model(config, context, seed=1, dtype=DTYPES[dtype])
         optimizer = step_optimizer.MixedPrecisionAdamW(
@@ -146,8 +145,6 @@ def measure_stage(config, b: int, num: int, dtype: str, stage: int, layout: Layo
         with TensorBytes(held) as tracked:
             step()
         return tracked.peak
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

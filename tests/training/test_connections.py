@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 import warm
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from ranks import free_ports, run_ranks, torchrun_rank
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from ranks import fake_world, free_ports, run_ranks, torchrun_rank
 
 from lmscale.config import Layout
 from lmscale.parallel import make_context
@@ -132,16 +131,13 @@ def test_every_rank_makes_the_same_groups_and_splits_none(num_hosts: int, monkey
     of_ranks = []
     for rank in range(world_size):
         counts.clear()
-        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-        try:
+        with fake_world(rank, world_size):
             c10d._get_default_group().bound_device_id = torch.device("cuda", 0)
             strategy = TensorParallelStrategy(tp_size=2, pp_size=2)
             places = {"global_rank": rank, "local_rank": rank % PER_HOST, "world_size": world_size}
             strategy.cluster_environment = SimpleNamespace(**{name: lambda n=n: n for name, n in places.items()})
             strategy.parallel_devices, strategy._num_nodes = [torch.device("cuda", 0)] * PER_HOST, num_hosts
             strategy._make_groups()
-        finally:
-            dist.destroy_process_group()
         of_ranks.append(dict(counts))
     mesh, control, of_hosts = 4 + 2 * num_hosts + 2 * num_hosts, 1, num_hosts + 1 if num_hosts > 1 else 0
     assert of_ranks == [{"groups": mesh + control + of_hosts}] * world_size

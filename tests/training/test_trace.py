@@ -8,13 +8,11 @@ from fractions import Fraction
 
 import pytest
 import torch
-import torch.distributed as dist
 from collective_trace import CollectiveRecorder, trace_step
-from ranks import make_context, run_ranks
+from ranks import fake_world, make_context, run_ranks
 from sharding import random_batch, random_model, small_config, total_loss
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lmscale import parallel
 from lmscale.config import Layout, TransformerConfig
@@ -153,8 +151,7 @@ def test_a_stage_of_512_ranks_sends_the_planners_messages(stage: int, sequence_p
     """GPT-8.3B as 8 tensor x 8 pipeline x 8 data ranks, in a step of nine micro-batches."""
     layout = Layout(tp_size=8, pp_size=8, dp_size=8, sequence_parallel=sequence_parallel)
     config, b, num = gpt_8_3b(), 2, 9
-    dist.init_process_group("fake", rank=stage * layout.tp_size, world_size=layout.world_size, store=FakeStore())
-    try:
+    with fake_world(stage * layout.tp_size, layout.world_size):
         options = {"shared_memory": False, "sequence_parallel": sequence_parallel}
         context = parallel.make_context(layout.axes, "cpu", timedelta(minutes=1), **options)
         assert (context.pp_rank, context.tp_rank, context.dp_rank) == (stage, 0, 0)
@@ -175,8 +172,6 @@ def test_a_stage_of_512_ranks_sends_the_planners_messages(stage: int, sequence_p
 
             recorder.collectives.clear()
             run_pipeline(range(num), forward, backward, lambda: None, empty, lambda where: None, context)
-    finally:
-        dist.destroy_process_group()
     names = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
     found = Counter((names.get(c.kind, c.kind), c.group, c.num_bytes) for c in recorder.collectives)
     received = sum(found.pop(key) for key in list(found) if key[0] == "recv_")
