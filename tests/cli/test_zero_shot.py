@@ -274,7 +274,7 @@ def bad_inputs(folder: Path) -> Path:
         ),
         ((*WIKITEXT, "ckpt=gpt2", "task.path=lambada.jsonl"), "must be a WikiText file, but lambada.jsonl has JSON"),
         ((*LAMBADA, "ckpt=gpt2", "task.path=half.jsonl"), "but half.jsonl, line 1 has half a surrogate pair"),
-        (("task=imagenet", "ckpt=gpt2"), "`task` must be one of lambada, wikitext103, but is 'imagenet'"),
+        (("task=imagenet", "ckpt=gpt2"), "`task` must be one of lambada, wikitext103, but is 'imagenet'\n"),
         (("ckpt=gpt2",), "`task` must be one of lambada, wikitext103, but is not given"),
         (("task=lambada", "ckpt=gpt2"), "`task.path` must be given"),
         (("task=lambada", "task.path=x", "ckpt=gpt2", "task.name=[a]"), "`task` must be one of "),

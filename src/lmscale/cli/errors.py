@@ -147,7 +147,8 @@ def _wrong_choice(error: Exception) -> str | None:
     if group is None:
         return None
     choices = [option for option in options if not option.startswith("base")]
-    own_file = "" if "/" in choice else _OWN_FILE.get(group, "").format(choice)
+    takes_own = "/" not in choice and (group != "task" or entry_point() == "finetune")
+    own_file = _OWN_FILE.get(group, "").format(choice) if takes_own else ""
     meant = _of_hugging_face(group, choice) or did_you_mean(choice, choices) + own_file
     return f"`{group}` must be one of {', '.join(choices)}, but is {choice!r}{meant}"
 
