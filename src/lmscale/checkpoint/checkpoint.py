@@ -22,7 +22,7 @@ _FREE = {"hidden_dropout", "attention_dropout", "embedding_dropout", "recompute"
 _FREE |= {"initializer", "initializer_std", "scale_residual_init"}  # only used for initialization
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one that is opened again may have other bytes
 class Checkpoint:
     """A complete checkpoint, with its metadata as it was when it was opened.
 

@@ -50,7 +50,7 @@ class Generator:
             over the tensor group, per new token, the model's forward pass and `choose_tokens`.
         """
         device = self.model.transformer.position_embedding.device
-        prompts = list({row.prompt.ids: row.prompt for row in rows})
+        prompts = list(dict.fromkeys(row.prompt.ids for row in rows))
         cache, logits = self._read(prompts, max(len(row.prompt.ids) + row.prompt.num_new - 1 for row in rows))
         origin = torch.tensor([prompts.index(row.prompt.ids) for row in rows], device=device)
         cache.select(origin)

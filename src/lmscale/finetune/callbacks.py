@@ -14,7 +14,6 @@ from ..training.loggers import LinesFile
 from ..training.session import RankSession
 from ..training.step.counters import Counters
 from .batches import Batch
-from .features import Features
 from .preparing import FinetuneJob
 from .scoring import Predictions, predict_sets
 from .tasks import HeadKind
@@ -25,7 +24,6 @@ class StepReport(L.Callback):
 
     Args:
         job: the finetuning.
-        features: of the training set; None if nothing is trained.
         steps_per_epoch: for the epoch of each row.
         session: its watchdog is told of the progress, and its ending is set when the training has diverged.
 
@@ -39,8 +37,8 @@ class StepReport(L.Callback):
         per row one all-reduce of the loss over the data group.
     """
 
-    def __init__(self, job: FinetuneJob, features: Features | None, steps_per_epoch: int, session: RankSession) -> None:
-        self.options, self.features, self.steps_per_epoch = job.run.trainer, features, steps_per_epoch
+    def __init__(self, job: FinetuneJob, steps_per_epoch: int, session: RankSession) -> None:
+        self.options, self.steps_per_epoch = job.run.trainer, steps_per_epoch
         self.watchdog, self.ending = session.watchdog, session.ending
         self.counters: Counters | None = None
         self.wall_s = self.cpu_s = 0.0

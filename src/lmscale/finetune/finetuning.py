@@ -49,7 +49,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
     if run.trainer.save:
         strategy.ranks.check_shared(folder / CHECKPOINTS)
     model = FinetuneModule(run, job.start, trainer.max_steps, session.watchdog.mark)
-    report = StepReport(job, features, steps_per_epoch, session)
+    report = StepReport(job, steps_per_epoch, session)
     scoring = Scoring(job, steps_per_epoch, session)
     trainer.callbacks.extend([report, scoring])
     place = strategy.parallel.dp_rank, strategy.parallel.dp_size
@@ -79,7 +79,7 @@ def train(job: FinetuneJob, features: Features | None, steps_per_epoch: int, ses
         state = {"finetune": {"task": run.task.name, "metrics": for_json(scoring.metrics)}}
         strategy.begin_save(folder / CHECKPOINTS / checkpoint_name(model.completed_steps), run.to_dict(), state)
         problem = strategy.finish_save()
-    strategy.ranks.agree(partial(write_results, job, session, report, scoring), first_rank_only=True)
+    strategy.ranks.agree(partial(write_results, job, session, features, report, scoring), first_rank_only=True)
     if problem is not None:  # which must not discard the scores
         raise AgreedError(f"checkpoint of step {model.completed_steps} not saved: {problem}")
     return DONE

@@ -72,9 +72,15 @@ def announce(job: FinetuneJob, session: RankSession, features: Features | None, 
         print(f"note: {note}", flush=True)
 
 
-def write_results(job: FinetuneJob, session: RankSession, report: StepReport, scoring: Scoring) -> None:
-    """Write the predictions and the run's JSON record, and print the last line on the terminal."""
-    run, folder, step, features = job.run, session.folder, scoring.scored_at, report.features
+def write_results(
+    job: FinetuneJob, session: RankSession, features: Features | None, report: StepReport, scoring: Scoring
+) -> None:
+    """Write the predictions and the run's JSON record, and print the last line on the terminal.
+
+    Args:
+        features: of the training set; None if nothing is trained.
+    """
+    run, folder, step = job.run, session.folder, scoring.scored_at
     scoring.lines.finalize()
     write_outputs(folder / "predictions", run.task, scoring.sets, scoring.predictions, scoring.logits)
     metrics = with_units(scoring.metrics)

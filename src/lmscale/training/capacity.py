@@ -1,8 +1,6 @@
 """The layout and the recomputation that fit this machine, and whether a run does; no torch on a host without GPUs."""
 
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ..config import BatchConfig, Layout, TransformerConfig
 from ..config.checks import refuse
@@ -106,7 +104,7 @@ def _ranks_of_host(layout: Layout, world: World | None) -> int:
 
 
 def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
-    """Refuse more threads, loader processes or sequences than this host can hold, and an unwritable run folder.
+    """Refuse more threads, loader processes or sequences than this host can hold.
 
     Raises:
         ValueError: more threads per rank than cores; more loader processes than `WORKERS_PER_CORE` per core, or a
@@ -130,8 +128,6 @@ def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
             f"`global_batch_size` must be at most {largest:,}, the sequences of a step that fit the "
             f"{there / 2**30:.1f} GiB free on this host, but is {run.global_batch_size:,}"
         )
-    if Path(run.run_dir).exists() and not os.access(run.run_dir, os.W_OK | os.X_OK):
-        raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {run.run_dir}")
 
 
 def choose_mode(name: str, modes: list[Workload], layout: Layout, world: World | None) -> tuple[Workload, int]:
@@ -141,15 +137,25 @@ def choose_mode(name: str, modes: list[Workload], layout: Layout, world: World |
         name: of the run.
 
     Raises:
-        ValueError: none fits; with the bytes that the first needs per rank, the bytes available and the smallest layout
-            that would fit such devices: of this job, or else with the smallest micro-batch and full recomputation.
+        ValueError: none fits; see `describe_shortage`.
     """
     workload, on_gpu = modes[0], modes[0].on_gpu
     there, sharing = device_memory(on_gpu), _sharing(workload, layout, world)
     found = first_that_fits([(mode, layout) for mode in modes], usable_bytes(there, on_gpu, sharing))
     if found is not None:
         return found[0], found[2]
-    needed = estimate_memory(workload, layout).total
+    raise ValueError(describe_shortage(name, workload, layout, there, sharing))
+
+
+def describe_shortage(name: str, workload: Workload, layout: Layout, there: int, sharing: int) -> str:
+    """The bytes that a rank needs and has, and the smallest layout that would fit such devices: of this job, or else
+    with the smallest micro-batch and full recomputation.
+
+    Args:
+        name: of the run.
+        there: bytes of a device's memory, which `sharing` ranks share.
+    """
+    on_gpu, needed = workload.on_gpu, estimate_memory(workload, layout).total
     least = workload.change(2 if layout.batch_halves else 1, "full")
     device, size, free = ("GPU", "of this size", "") if on_gpu else ("host", "with as much free memory", " free")
     tp_sizes = auto_tp_sizes(workload, layout.pad_heads)
@@ -177,7 +183,7 @@ def choose_mode(name: str, modes: list[Workload], layout: Layout, world: World |
     elif fits is not None and fits[0] is workload and workload.config.recompute != "full":
         way_out += "; model.recompute=full and a smaller micro_batch_size need less"
     reserved, stages = -usable_bytes(0, on_gpu), f"pp_size {layout.pp_size}, " if layout.pp_size > 1 else ""
-    raise ValueError(
+    return (
         f"the memory a rank needs must be at most what its {device} has{free}: {name} at {workload.dtype}, "
         f"tp_size {layout.tp_size}, {stages}micro_batch_size {workload.micro_batch_size} needs {needed:,} bytes "
         f"({needed / GIB:.1f} GiB) per rank, and {reserved / GIB:.1f} GiB for the framework, x {sharing} rank(s) on "

@@ -136,12 +136,15 @@ def check(request: RunConfig, world: World | None = None) -> Run:
 
 
 def check_paths(request: RunConfig, world: World | None) -> None:
-    """Check that the corpus and the checkpoint of a run and wandb are there, and what a restart would go on from.
+    """Check the paths of a run and wandb, and what a restart would go on from.
 
     Raises:
-        ValueError: one is missing; torchrun may restart the run, which would not look for its own checkpoints.
+        ValueError: one is missing, or the run folder cannot be written; torchrun may restart the run, which would not
+            look for its own checkpoints.
     """
     check_corpus(request.data, request.model.family)
+    if Path(request.run_dir).exists() and not os.access(request.run_dir, os.W_OK | os.X_OK):
+        raise ValueError(f"`hydra.run.dir` must be a folder that can be written, but is {request.run_dir}")
     if request.logger.wandb and importlib.util.find_spec("wandb") is None:
         raise ValueError("`logger.wandb` must be false where wandb is not installed (pip install wandb), but is true")
     path = request.resume.path
