@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import make_context, run_ranks
-from sharding import count_model_parameters, differences_from_plain, random_model, small_config
+from sharding import differences_from_plain, random_model, small_config
 from torch import Tensor, nn
 
 from lmscale.config import Layout, TransformerConfig
@@ -16,8 +16,7 @@ from lmscale.models import build_model
 from lmscale.models.hugging_face import model_of
 from lmscale.models.transformer import Transformer
 from lmscale.parallel import ParallelContext
-from lmscale.planner.communication import replicated_parameters
-from lmscale.planner.params import count_parameters, stage_placements
+from lmscale.planner.params import stage_placements
 
 LATER = ("deepnorm", "peri", "b2t", "mix")
 HIDDEN, HEADS, LAYERS = 24, 4, 5  # a quarter of the layers, rounded down, is one
@@ -222,18 +221,6 @@ def test_two_tensor_ranks_equal_one_process(cases: list[str]) -> None:
     for found in run_ranks(_differences, 2, cases):
         for case, differences in found.items():
             assert max(differences.values()) < 1e-12, (case, differences)
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", LATER)
-def test_the_planner_counts_the_real_parameters(name: str, tp_size: int) -> None:
-    config = config_of(name)
-    count = count_parameters(config, Layout(tp_size=tp_size))
-    assert count_model_parameters(config, tp_size) == (count.sharded_per_rank, count.replicated)
-    context = ParallelContext(tp_size=2, sequence_parallel=True)
-    model = build_model(config, context, seed=None, device="meta")
-    replicated = sum(p.numel() for p in model.parameters() if p.shard.replicated)
-    assert replicated_parameters(config, Layout(tp_size=2, dp_size=1, sequence_parallel=True)) == [replicated]
 
 
 @pytest.mark.parametrize("family, name", list(zip(("gpt", "bert") * len(LATER), LATER, strict=False)))

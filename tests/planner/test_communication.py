@@ -151,7 +151,7 @@ def test_each_gradient_is_sent_once_per_step_for_any_number_of_micro_batches() -
 
 
 @pytest.mark.parametrize("tp_size, dp_size, piece", [(2, 2, 10**6), (4, 3, 1000)])
-@pytest.mark.parametrize("architecture, norm_order", [("gpt", "pre"), ("bert", "post")])
+@pytest.mark.parametrize("architecture, norm_order", [("gpt", "pre"), ("bert", "post"), ("bert", "peri")])
 def test_with_zero1_a_data_rank_sends_the_replicated_gradients_of_its_parts(
     monkeypatch, architecture: str, norm_order: str, tp_size: int, dp_size: int, piece: int
 ) -> None:

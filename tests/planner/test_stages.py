@@ -15,6 +15,7 @@ from lmscale.config import Layout
 from lmscale.config.cluster import Cluster, load_cluster
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
+from lmscale.models.later_placements import PLACEMENTS
 from lmscale.parallel import ParallelContext, pipeline, sample_dropout_keys
 from lmscale.planner.communication import TIED_GRADIENT, TIED_WEIGHT, micro_batch_collectives, step_collectives
 from lmscale.planner.memory import stage_memory
@@ -32,7 +33,7 @@ def cluster(name: str) -> Cluster:
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
-@pytest.mark.parametrize("norm_order", ["pre", "post", "mix"])
+@pytest.mark.parametrize("norm_order", PLACEMENTS)
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 3), (2, 4)])
 def test_the_parameters_of_every_stage_are_those_of_the_model(family, norm_order, tp_size, pp_size) -> None:
     config = sized(family, 7, 64, 4, 1000, 48, norm_order=norm_order)
