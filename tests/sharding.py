@@ -27,6 +27,8 @@ SMALL = {
     "vocab_multiple": 8,
     "max_position_embeddings": 13,
 }
+# Of `small_config`, with other factors than 1.
+COMPLETEP = {"parametrization": "completep", "base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
 
 
 def small_config(family: str, **changes) -> TransformerConfig:

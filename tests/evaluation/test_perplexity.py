@@ -9,7 +9,7 @@ import pytest
 import torch
 from crafted import oracle, save_gpt, zero_model
 from ranks import make_context, run_ranks
-from sharding import random_model, small_config
+from sharding import COMPLETEP, random_model, small_config
 from transformers import AutoModelForCausalLM
 
 from lmscale.evaluation.loading import load_model
@@ -51,9 +51,6 @@ def wikitext(tokens: Sequence[int], window: int, stride: int) -> WikiText103:
 
 def losses_of(model, tokens: list[int], window: int, stride: int, micro_batch_tokens: int = 40) -> list[float]:
     return [loss for (loss,) in wikitext(tokens, window, stride).score(model, micro_batch_tokens)]
-
-
-COMPLETEP = {"parametrization": "completep", "base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
 
 
 @pytest.mark.parametrize("window, stride, changes", [*((*shape, {}) for shape in SHAPES), (13, 5, COMPLETEP)], ids=str)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from ranks import make_context, run_ranks
-from sharding import small_config
+from sharding import COMPLETEP, small_config
 
 from lmscale.config import TransformerConfig
 from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
@@ -62,9 +62,6 @@ def theirs(kind: HeadKind, model: FinetuneModel, config: TransformerConfig):
         if pair.ours in weights:
             state[pair.theirs].copy_(pair.to_theirs(same.fold(pair.ours, weights[pair.ours].detach(), config), config))
     return other
-
-
-COMPLETEP = {"parametrization": "completep", "base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
 
 
 @pytest.mark.parametrize("norm_order, changes", [("pre", {}), ("post", {}), ("pre", COMPLETEP)])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import make_context, run_ranks
 from sharding import (
+    COMPLETEP,
     differences_from_plain,
     gradients_of_ranks,
     random_batch,
@@ -27,7 +28,6 @@ RANDOMNESS = [
     {"attention": "exact", "hidden_dropout": 0.2, "attention_dropout": 0.2},
 ]
 ALL = list(itertools.product(ARCHITECTURES, NORM_ORDERS, RECOMPUTES, range(len(RANDOMNESS))))
-COMPLETEP_BASE = {"base_hidden_size": 6, "base_num_layers": 1, "base_head_size": 3}
 # Every two choices meet in one of these nine.
 PAIRS = [
     (ARCHITECTURES[i % 2], NORM_ORDERS[i // 2 % 2], recompute, randomness)
@@ -52,7 +52,7 @@ def make_configs(choices: list[tuple]) -> list[TransformerConfig]:
         + [
             small_config(architecture, max_position_embeddings=12, **changes)
             for architecture in ARCHITECTURES
-            for changes in ({"parametrization": "completep"} | COMPLETEP_BASE, {"qk_norm": True})
+            for changes in (COMPLETEP, {"qk_norm": True})
         ]
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ONE, assert_equal_runs, read_rows, read_tensors, run_layouts, tiny_run
+from runs import DROPOUT, MUP, ONE, SEQUENCE, assert_equal_runs, read_rows, read_tensors, run_layouts, tiny_run
 
 from lmscale.config import Layout
 from lmscale.config.zero_shot import LambadaConfig, ZeroShotConfig
@@ -15,11 +15,7 @@ from lmscale.parallel import ParallelContext
 LAYOUTS = ((2, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 1))  # tensor, pipeline, data
 GRID = (2, 1, 2)
 BOUND = 1e-12
-# Dropout masks are independent of the layout: always for hidden dropout, for attention dropout with exact attention.
-DROPOUT = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
 POST = {"model__norm_order": "post"}
-SEQUENCE = {"parallel__sequence_parallel": True, "data__seq_length": 32}
-MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
 COMPLETEP = MUP | {"model__parametrization": "completep", "model__base_num_layers": 1}
 SCALED = {
     f"{family}-{c['model__parametrization']}": (family, c) for family in ("gpt", "bert") for c in (MUP, COMPLETEP)

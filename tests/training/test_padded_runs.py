@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import make_context, run_ranks
-from runs import ONE, assert_equal_runs, read_tensors, run_jobs, run_layouts, tiny_run
+from runs import DROPOUT, ONE, assert_equal_runs, read_tensors, run_jobs, run_layouts, tiny_run
 from sharding import equal_tensors
 
 from lmscale.checkpoint import Checkpoint, list_checkpoints
@@ -18,15 +18,14 @@ from lmscale.runtime.ranks import Ranks
 from lmscale.training.announcement import describe_options
 
 BOUND = 1e-12
-DROPPING = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
 FOUR_HEADS = {"model__hidden_size": 96, "model__vocab_multiple": 96}  # 2, 2 and 0 of them on three ranks
 THREE_HEADS = {"model__num_attention_heads": 3}  # 2 and 1 on two ranks
 PADS = {"parallel__pad_heads": True}
 CASES = {  # the family, what it changes, tp_size, pp_size and dp_size
-    "gpt": ("gpt", FOUR_HEADS | DROPPING | {"optimizer__weight_decay": 0.1, "micro_batch_size": 2}, (3, 1, 1)),
+    "gpt": ("gpt", FOUR_HEADS | DROPOUT | {"optimizer__weight_decay": 0.1, "micro_batch_size": 2}, (3, 1, 1)),
     "bert sequence": (
         "bert",
-        FOUR_HEADS | DROPPING | {"parallel__sequence_parallel": True, "model__recompute": "full"},
+        FOUR_HEADS | DROPOUT | {"parallel__sequence_parallel": True, "model__recompute": "full"},
         (3, 1, 1),
     ),
     "gpt zero1": ("gpt", THREE_HEADS | {"parallel__zero1": True, "model__recompute": "selective"}, (2, 1, 2)),

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from runs import ONE, assert_equal_runs, read_rows, run_jobs, run_layouts, tiny_run
+from runs import DROPOUT, MUP, ONE, SEQUENCE, assert_equal_runs, read_rows, run_jobs, run_layouts, tiny_run
 from safetensors import safe_open
 
 from lmscale.checkpoint import list_checkpoints
@@ -20,10 +20,7 @@ from lmscale.training.module import PretrainModule
 from lmscale.training.step import optimizer
 
 BOUND = 1e-12
-DROPOUT = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
 STATISTICS = {"logger__layer_grad_norms": True, "logger__layer_statistics": [2]}
-SEQUENCE = {"parallel__sequence_parallel": True, "data__seq_length": 32}
-MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
 COMPLETEP = MUP | {"model__parametrization": "completep", "model__base_num_layers": 2}
 # By layout (tp, pp, dp): runs of 5 layers, with as many micro-batches as p - 1, p, and 2 p + 1 or more.
 CASES = {
