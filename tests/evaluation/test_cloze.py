@@ -172,22 +172,22 @@ def test_a_line_of_another_form_raises_with_its_number(form: str, lines: list[st
 
 def test_a_passage_longer_than_the_positions_raises_with_its_line() -> None:
     fits = Passage(1, (1,) * 12, (5, 6))  # reads 13 tokens
-    assert lambada([fits]).fit(positions(13)).passages == [fits]
+    assert lambada([fits]).for_model(positions(13)).passages == [fits]
     rule = r"at most the model's positions \(13\) long, but file, line 2 has 14 tokens .*; task.truncate_left=true"
     with pytest.raises(ValueError, match=rule):
-        lambada([fits, Passage(2, (1,) * 13, (5, 6))]).fit(positions(13))
+        lambada([fits, Passage(2, (1,) * 13, (5, 6))]).for_model(positions(13))
 
 
 def test_a_long_passage_loses_its_first_tokens_on_request() -> None:
     fits, long = Passage(1, (1,) * 12, (5, 6)), Passage(2, (7, 8, *range(9, 21)), (5, 6, 7))
     task = lambada([fits, long], truncate_left=True)
-    fitted = task.fit(positions(13))  # the last 11 tokens, and 2 of the word, are read
+    fitted = task.for_model(positions(13))  # the last 11 tokens, and 2 of the word, are read
     assert fitted.passages == [fits, Passage(2, tuple(range(10, 21)), (5, 6, 7), 3)]
-    assert (fitted.counts["truncated"], task.fit(positions(99)).counts["truncated"]) == (1, 0)
+    assert (fitted.counts["truncated"], task.for_model(positions(99)).counts["truncated"]) == (1, 0)
     assert fitted.counts["longest"] == task.counts["longest"] == 17  # of the file
-    assert "truncated" not in lambada([fits, long]).fit(positions(99)).counts
+    assert "truncated" not in lambada([fits, long]).for_model(positions(99)).counts
     with pytest.raises(ValueError, match=r"a word must leave a position .* \(3\) .*, but that of file, line 2 has 4"):
-        lambada([Passage(2, (7, 8), (5, 6, 7, 8))], truncate_left=True).fit(positions(3))
+        lambada([Passage(2, (7, 8), (5, 6, 7, 8))], truncate_left=True).for_model(positions(3))
 
 
 @pytest.fixture(scope="session")

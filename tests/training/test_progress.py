@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from entry_points import TINY, train
 
-from lmscale.training.callbacks.progress import ProgressLine, fields, fit
+from lmscale.training.callbacks.progress import ProgressLine, fields, first_fields
 
 
 def report(**metrics: float) -> SimpleNamespace:
@@ -23,7 +23,7 @@ def report(**metrics: float) -> SimpleNamespace:
 @pytest.mark.parametrize("columns", [40, 80, 132, 400])
 def test_as_many_fields_as_fit_are_shown_and_the_loss_comes_first(columns) -> None:
     parts = ["step 1234567/2000000", *fields(report(), 12345)]
-    line = fit(parts, columns)
+    line = first_fields(parts, columns)
     assert len(line) <= columns and line.startswith("step 1234567/2000000  loss 10.123")
     shown = line.split("  ")
     assert shown == parts[: len(shown)]

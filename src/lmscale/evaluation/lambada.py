@@ -143,7 +143,7 @@ class Lambada(Task):
         split = "test" if len(passages) == NUM_PASSAGES else "other"
         return cls(file.name, file.sha256, split, config, passages, banned)
 
-    def fit(self, model: TransformerConfig) -> "Lambada":
+    def for_model(self, model: TransformerConfig) -> "Lambada":
         """Return the task with the passages that this model reads.
 
         Raises:

@@ -47,7 +47,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def fit(self, model: TransformerConfig) -> Self:
+    def for_model(self, model: TransformerConfig) -> Self:
         """Return the task as this model reads it.
 
         Raises:

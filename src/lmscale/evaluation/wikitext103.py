@@ -99,7 +99,7 @@ class WikiText103(Task):
         split = next((name for name, words in NUM_WORDS.items() if words == num_words), "other")
         return cls(file.name, file.sha256, split, num_words, tokens, config.window, config.stride)
 
-    def fit(self, model: TransformerConfig) -> "WikiText103":
+    def for_model(self, model: TransformerConfig) -> "WikiText103":
         if self.window > model.max_position_embeddings:
             raise ValueError(
                 f"`task.window` must be at most the model's positions ({model.max_position_embeddings}), but is "

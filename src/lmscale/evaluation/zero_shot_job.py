@@ -56,7 +56,7 @@ def prepare(config: ZeroShotConfig) -> ZeroShotJob:
             raise ValueError("`tokenizer` must be given (tokenizer=gpt2 tokenizer.path=FOLDER) if `ckpt` is not")
     task = task_class.read(config.task, tokenizer)
     if model is not None:
-        task = task.fit(model)
+        task = task.for_model(model)
     about = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size}
     return ZeroShotJob(config, task, about, model)
 

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ..models.attention_backend import fastest_backend
-from .resuming import agree_on_checkpoint, check_fit
+from .resuming import agree_on_checkpoint, check_resumable
 from .run import Run, Start
 from .session import RankSession
 from .step.training_module import DTYPES
@@ -42,7 +42,7 @@ def agree_on_start(run: Run, session: RankSession) -> Start:
         checkpoint.check_model(run.model)
     if not start.resumes:
         return start
-    check = partial(check_fit, request, run.corpus.content_hash, checkpoint)  # rank 0 looks for a record
+    check = partial(check_resumable, request, run.corpus.content_hash, checkpoint)  # rank 0 looks for a record
     optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))
     return replace(start, optimizer=optimizer, schedule=schedule)
 

@@ -18,7 +18,7 @@ SAMPLE_OVERHEAD_BYTES = 1024  # Python objects of one sequence: a dict of arrays
 
 
 @dataclass(frozen=True)
-class Fitting:
+class Choice:
     """A layout and a recomputation mode that fit this machine.
 
     Args:
@@ -31,7 +31,7 @@ class Fitting:
     batch: BatchConfig
 
 
-def choose(run: RunConfig, workload: Workload, world: World | None) -> Fitting:
+def choose(run: RunConfig, workload: Workload, world: World | None) -> Choice:
     """Choose what fits: the layout, and on a GPU with `model.recompute=auto` the mode that recomputes least.
 
     On a CPU nothing is recomputed by choice: free memory changes and differs between hosts, and ranks that chose
@@ -52,7 +52,7 @@ def choose(run: RunConfig, workload: Workload, world: World | None) -> Fitting:
         workload, needed = choose_mode(run.name, modes, layout, world)
     if run.checkpoint.async_ or layout.zero1:
         check_copies("parallel.zero1" if layout.zero1 else "checkpoint.async", workload, layout, needed, world)
-    return Fitting(workload, layout, batch)
+    return Choice(workload, layout, batch)
 
 
 def choose_layout(request: ParallelConfig, workload: Workload, world: World | None) -> tuple[Layout, int | None]:

@@ -46,11 +46,11 @@ def resolve(request: RunConfig, world: World | None = None, files: dict[str, str
         model.check_tensor_parallel(run.layout.tp_size, run.layout.pad_heads)  # the rows of the vocabulary are known
     resumed, start = None, run.start
     if start.checkpoint is not None:
-        from .resuming import check_fit
+        from .resuming import check_resumable
 
         start.checkpoint.check_model(model)
         if start.resumes:
-            optimizer, schedule = check_fit(request, corpus.content_hash, start.checkpoint)
+            optimizer, schedule = check_resumable(request, corpus.content_hash, start.checkpoint)
             start = replace(start, optimizer=optimizer, schedule=schedule)
             resumed = start.checkpoint.metadata.run
     num_validation = resolve_validation(request, corpus, run.on_gpu, resumed)
@@ -116,8 +116,8 @@ def check(request: RunConfig, world: World | None = None) -> Run:
     kernels, attention, choice = resolve_kernels(request, on_gpu, kept, flops_per_host)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(request, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
-    fitting = capacity.choose(request, workload, world)
-    layout, model = fitting.layout, fitting.workload.config
+    chosen = capacity.choose(request, workload, world)
+    layout, model = chosen.layout, chosen.workload.config
     check_cuda_graphs(kernels, on_gpu, request.precision.dtype, model.recompute, layout.tp_size, layout.pp_size)
     if on_gpu and layout.world_size == 1:
         check_determinism(request.deterministic)
@@ -126,7 +126,7 @@ def check(request: RunConfig, world: World | None = None) -> Run:
         request=request,
         accelerator=device,
         layout=layout,
-        batch=fitting.batch,
+        batch=chosen.batch,
         model=model,
         kernels=kernels,
         compile_choice=choice,

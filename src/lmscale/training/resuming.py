@@ -98,7 +98,7 @@ def _open(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def check_fit(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple[OptimizerConfig, ScheduleConfig]:
+def check_resumable(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple[OptimizerConfig, ScheduleConfig]:
     """Check that a run fits the checkpoint of its model that it continues; returns its optimizer and schedule.
 
     Args:

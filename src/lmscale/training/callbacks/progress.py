@@ -75,7 +75,7 @@ class ProgressLine(L.Callback):
         parts = [f"step {step}/{self._last_step}", *fields(self.report, seconds)]
         if self.live:
             # A terminal wraps a line that fills its last column, and keeps the rest of a longer line before it.
-            text = fit(parts, shutil.get_terminal_size().columns - 1)
+            text = first_fields(parts, shutil.get_terminal_size().columns - 1)
             print(f"\r{text}\x1b[K", end="", file=self._streams[0], flush=True)
         else:
             print("  ".join(parts), flush=True)
@@ -114,7 +114,7 @@ def fields(report: StepReport, seconds_left: float) -> list[str]:
     return [field for field in found if field]
 
 
-def fit(parts: list[str], columns: int) -> str:
+def first_fields(parts: list[str], columns: int) -> str:
     """The first of the parts that fit a line of so many columns."""
     line = parts[0]
     for part in parts[1:]:
