@@ -67,7 +67,7 @@ test-without-torch:
 	  print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > $$folder/versions.txt; \
 	$$folder/bin/python -m pip install --quiet --disable-pip-version-check --constraint $$folder/versions.txt \
 	  hydra-core hydra-submitit-launcher omegaconf numpy pandas pyarrow datasets seaborn scipy matplotlib tokenizers xxhash \
-	  hypothesis pytest pytest-randomly pytest-timeout; \
+	  zstandard hypothesis pytest pytest-randomly pytest-timeout; \
 	PYTHONPATH=src $$folder/bin/python -m pytest @tests/without_torch.txt
 
 # Everything that can be tested of the CUDA paths without a GPU, with every compiled layer of the matrix; ten minutes.
