@@ -44,7 +44,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from lightning.pytorch.callbacks import ModelCheckpoint
-from stock import fit_and_save, *
+from stock import *
 if __name__ == "__main__":
     folder = Path({folder!r})
     module, data = parts()
