@@ -99,10 +99,9 @@ def _one_line(error: Exception) -> str:
             f"{error.override!r}"
         )
     if isinstance(error, OSError) and not isinstance(error, HydraException):
-        for argument in sys.argv[1:]:
-            key, _, path = argument.partition("=")
-            is_above = error.filename and Path(path.strip("'\"")).expanduser().is_relative_to(error.filename)
-            if key in ("hydra.run.dir", "hydra.sweep.dir") and is_above:
+        given = (argument.partition("=") for argument in sys.argv[1:])
+        for key, _, path in (each for each in given if each[0] in ("hydra.run.dir", "hydra.sweep.dir")):
+            if error.filename and Path(os.path.expanduser(path.strip("'\""))).is_relative_to(str(error.filename)):
                 return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
         return f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
     text = str(error)
