@@ -65,10 +65,22 @@ class LambadaConfig(TaskConfig):
     truncate_left: bool = False
 
 
+@dataclass(frozen=True)
+class BlimpConfig(TaskConfig):
+    """`task=blimp`: accuracy on minimal pairs of sentences, of a GPT or a BERT.
+
+    Args:
+        path: folder of BLiMP's files, `UID.jsonl` or `UID.jsonl.gz`, one per paradigm.
+
+    Source: Warstadt et al. 2020.
+    """
+
+
 # The keys of each task, and the class that reads and scores it.
 TASKS = {
     "wikitext103": (WikiText103Config, "lmscale.evaluation.wikitext103:WikiText103"),
     "lambada": (LambadaConfig, "lmscale.evaluation.lambada:Lambada"),
+    "blimp": (BlimpConfig, "lmscale.evaluation.blimp:Blimp"),
 }
 
 
@@ -79,10 +91,10 @@ class ZeroShotConfig(EntryConfig):
     Args:
         run_dir: Hydra's run folder, for the record.
         task: the benchmark and its file.
-        ckpt: an lmscale checkpoint at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2;
-            None with `count_only`.
+        ckpt: an lmscale checkpoint at any layout, a run folder (its newest one), or a folder with a Hugging Face GPT-2,
+            for `task=blimp` also a BERT; None with `count_only`.
         count_only: print what would be scored, and stop.
-        micro_batch_tokens: largest number of tokens of a forward pass (one window or passage may have more).
+        micro_batch_tokens: largest number of tokens of a forward pass (one window, passage or sentence may have more).
         precision: its `dtype` is that of weights and arithmetic.
         accelerator: `auto`: a GPU if there is one.
 

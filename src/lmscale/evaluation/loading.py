@@ -137,6 +137,7 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
 
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata and for files of a wrong length.
+        ValueError: the masked-LM head is untrained.
     """
     found = find_given("ckpt", path)
     if not (found / METADATA).is_file():
@@ -144,6 +145,8 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
             return config_from_hf(reader.values), found
     checkpoint = Checkpoint.open(found)
     checkpoint.check_files()
+    if any(name.startswith("lm_head.") for name in checkpoint.metadata.run.get("initialized", ())):
+        raise ValueError(f"`ckpt` must have a trained masked-LM head, but {found} has one that its import has drawn")
     return checkpoint.model_config(), found.parent / TOKENIZER_FOLDER
 
 

@@ -1,4 +1,4 @@
-"""Loss of given tokens under a GPT, computed only at selected positions.
+"""Loss of given tokens under a language model, computed only at selected positions.
 
 Legend: b rows, s tokens, h hidden, v padded vocabulary, p tensor-parallel size.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..models import GPT
+from ..models.language_model import LanguageModel
 from ..parallel import vocab_parallel_cross_entropy
 from ..parallel.argmax import vocab_parallel_argmax
 
@@ -36,17 +36,18 @@ def last_places(items: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[T
 
 @torch.inference_mode()
 def score_places(
-    model: GPT, tokens: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, banned: Sequence[int] = ()
+    model: LanguageModel, tokens: Tensor, rows: Tensor, columns: Tensor, targets: Tensor, banned: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the loss of given next tokens, and the most probable next tokens, at selected positions of a batch.
+    """Compute the loss of given tokens, and the most probable tokens, at selected positions of a batch.
 
-    The projection to the vocabulary, most of the work of a small model, is computed for these positions only. Rows may
-    be padded on the right with any ids, since attention is causal.
+    A GPT predicts the next token, a BERT the masked one. The projection to the vocabulary, most of the work of a small
+    model, is computed for these positions only. A GPT's rows may be padded on the right with any ids, since attention
+    is causal; a BERT's must have equal lengths.
 
     Shapes:
-        tokens int64 [b, s]; rows, columns, targets int64 [n], on any device: the target follows `tokens[row, column]`;
-        returns losses in nats fp64 [n], the most probable ids int64 [n], and the most probable ids that are not banned
-        int64 [n], on the model's device and equal on all tensor ranks.
+        tokens int64 [b, s]; rows, columns, targets int64 [n], on any device: the target is predicted where
+        `tokens[row, column]` is read; returns losses in nats fp64 [n], the most probable ids int64 [n], and the most
+        probable ids that are not banned int64 [n], on the model's device and equal on all tensor ranks.
 
     Communicates:
         over the tensor group, the model's forward pass, three all-reduces of [n] for the losses and two for the ids
@@ -55,7 +56,8 @@ def score_places(
     device = model.transformer.position_embedding.device
     tokens, rows, columns, targets = (part.to(device) for part in (tokens, rows, columns, targets))
     forbidden = torch.tensor(banned, dtype=torch.int64, device=device)
-    hidden = model.transformer(tokens)[rows, columns]  # [n, h]
+    token_types = torch.zeros_like(tokens) if model.config.traits.num_token_types else None
+    hidden = model.transformer(tokens, token_types)[rows, columns]  # [n, h]
     losses, best, allowed = [], [], []
     padded = model.config.padded_vocab_size
     for part, wanted in zip(hidden.split(PLACES_AT_ONCE), targets.split(PLACES_AT_ONCE), strict=True):
