@@ -49,19 +49,19 @@ def finetune(values: dict, files: dict[str, str]) -> None:
 
 def objective(cfg: DictConfig) -> float | None:
     """The metric of the run's record that a searching sweeper optimizes; None on ranks without a record."""
-    from lmscale.finetune.tasks import objective_of
+    from lmscale.config.finetune import objective_of
 
     path = Path(HydraConfig.get().runtime.output_dir) / "record.json"
     if not path.is_file():
         return None
     metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
-    found = metrics.get(cfg.objective or objective_of(cfg.task.name))  # None if no set has labels
+    found = metrics.get(cfg.objective or objective_of(cfg.task))  # None if no set has labels
     return None if found is None else found["value"]
 
 
 def main(cfg: DictConfig) -> float | None:
     """Hydra's entry, called once per job of a sweep."""
-    run_task(partial(finetune, files=hydra_files(cfg)), cfg, then=after_finetuning)
+    run_task(partial(finetune, files=hydra_files(cfg)), cfg, then=after_finetuning, goes_on=True)
     return objective(cfg)
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 import xxhash
 from corpora import write_dataset
+from finetuning import make_task
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -208,9 +209,10 @@ EXAMPLES = {  # task -> name and content of its file
     "table": ("x.jsonl", json.dumps({"n": 1, "a": "t", "b": "u", "c": "no"})),
     "mnli": ("x.tsv", "index\tsentence1\tsentence2\tgold_label\n0\tone\ttwo\tneutral"),
     "qqp": ("x.tsv", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tone\ttwo\t1"),
+    "cola": ("x.tsv", "gj04\t1\t\tOne sleeps .\nks08\t0\t*\tOne sleep ."),
+    "stsb": ("x.tsv", "index\tsentence1\tsentence2\tscore\n0\tone\ttwo\t3.2"),
 }
-LENGTHS = {"max_seq_length": 40, "max_qa_length": 16, "doc_stride": 8, "max_query_length": 12, "max_answer_length": 8}
-COLUMNS = {"table": {"columns": {"id": "n", "first": "a", "second": "b", "label": "c"}, "labels": ["no", "yes"]}}
+TABLE = {"columns": {"id": "n", "first": "a", "second": "b", "label": "c"}, "labels": ["no", "yes"]}
 
 
 def write_examples(task: str) -> Callable[[Path], None]:
@@ -219,7 +221,7 @@ def write_examples(task: str) -> Callable[[Path], None]:
 
 
 def read_task(task: str) -> Callable[[Path], None]:
-    config = TaskConfig(task, None, {}, {}, "none", num_best=5, **LENGTHS, **COLUMNS.get(task, {}))
+    config = TaskConfig(task, None, {}, **TABLE) if task == "table" else make_task(task)
     return lambda folder: read_examples(config, str(next(folder.iterdir()))) and None
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from composed import composed
 
 from analysis.finetuning.small import RECORDS, summarize
 from analysis.finetuning.table import table_5
@@ -25,9 +26,8 @@ def finetune_record(kind: str, value: float, size: str | None, metric: str = "qq
 
 
 def qqp_run(**trainer) -> FinetuneConfig:
-    task = {"name": "qqp", "train": "hub:train", "validation": {"dev": "hub:validation"}, "test": {}}
     values = {"name": "finetune_qqp", "run_dir": "run", "ckpt": "ckpt", "size": "1.3b", "tokenizer": {}}
-    values |= {"task": task | {"hub_name": "nyu-mll/glue", "max_seq_length": 512}}
+    values |= {"task": composed("finetune", "task=qqp", "ckpt=x")["task"]}
     values |= {"parallel": {}, "trainer": {"num_epochs": 12, "warmup_fraction": 0.1} | trainer}
     values |= {"optimizer": {"lr": 3e-5}, "precision": {"dtype": "fp16"}, "cache_dir": str(Path("cache"))}
     return FinetuneConfig.from_dict(values | {"micro_batch_size": 8, "global_batch_size": 128})

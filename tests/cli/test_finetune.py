@@ -128,22 +128,22 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     folder, overrides = places
     text = (REPOSITORY / "docs/guides/finetune.md").read_text(encoding="utf-8")
     (tmp_path / "task").mkdir()
-    example = text.split("```yaml outputs/conf/task/rte.yaml\n")[1].split("```")[0]
-    (tmp_path / "task/rte.yaml").write_text(example, encoding="utf-8")
-    labels = ("entailment", "not_entailment")
+    example = text.split("```yaml outputs/conf/task/cb.yaml\n")[1].split("```")[0]
+    (tmp_path / "task/cb.yaml").write_text(example, encoding="utf-8")
+    labels = ("entailment", "contradiction")
     rows = [[str(n), sentence(n, 4), sentence(n + 50, 3), labels[n % 3 % 2]] for n in range(20)]
-    table = "\n".join("\t".join(row) for row in [["index", "sentence1", "sentence2", "label"], *rows])
-    (tmp_path / "rte.tsv").write_text(table, encoding="utf-8")
-    lines = [json.dumps({"sentence1": row[1], "label": n % 3 % 2}) for n, row in enumerate(rows)]
-    (tmp_path / "rte.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    table = "\n".join("\t".join(row) for row in [["index", "premise", "hypothesis", "label"], *rows])
+    (tmp_path / "cb.tsv").write_text(table, encoding="utf-8")
+    lines = [json.dumps({"premise": row[1], "label": n % 3 % 2}) for n, row in enumerate(rows)]
+    (tmp_path / "cb.jsonl").write_text("\n".join(lines), encoding="utf-8")
     ckpt, cache = overrides[1], overrides[4]
-    own = ("--config-dir", str(tmp_path), "task=rte", ckpt, cache, *SMALL, "trainer.save=false")
+    own = ("--config-dir", str(tmp_path), "task=cb", ckpt, cache, *SMALL, "trainer.save=false")
     forms = {
         "tsv": (("task.columns.id=index", "parallel.tp_size=2"), (1,)),
         "jsonl": (("task.columns.id=null", "task.columns.second=null"), (1, 2)),
     }
     for form, (changes, seeds) in forms.items():
-        data = (f"task.train={tmp_path}/rte.{form}", f"task.validation.dev={tmp_path}/rte.{form}")
+        data = (f"task.train={tmp_path}/cb.{form}", f"task.validation.dev={tmp_path}/cb.{form}")
         for seed in seeds:
             run = tmp_path / form / str(seed)
             done = run_script("run.py", *own, *data, *changes, f"seed={seed}", f"hydra.run.dir={run}")
@@ -151,25 +151,25 @@ def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
             record = json.loads((run / "record.json").read_text())
             assert record["kind"] == "scaled_down" and record["metrics"]["steps"]["value"] == 3
             assert "by_size" in record["config"]["task"] and "table_6" not in json.dumps(record)  # not the paper's task
-            predicted = [line.split("\t") for line in (run / "predictions/dev/rte.tsv").read_text().splitlines()[1:]]
+            predicted = [line.split("\t") for line in (run / "predictions/dev/cb.tsv").read_text().splitlines()[1:]]
             assert [name for name, _ in predicted] == [str(n) for n in range(20)]
             right = sum(label == row[3] for (_, label), row in zip(predicted, rows, strict=True))
-            assert record["metrics"]["rte/accuracy"]["value"] == pytest.approx(100 * right / 20)
+            assert record["metrics"]["cb/accuracy"]["value"] == pytest.approx(100 * right / 20)
     found = run_script("median.py", str(tmp_path / "jsonl"))
     assert found.returncode == 0 and "of 2:" in found.stdout, found.stderr
     members = [str(tmp_path / "jsonl" / str(seed)) for seed in (1, 2)]
     combined = run_script("ensemble.py", *members, "--out", str(tmp_path / "two"))
     assert combined.returncode == 0, combined.stderr
-    assert len((tmp_path / "two/dev/rte.tsv").read_text().splitlines()) == 21
-    refused = run_script("ensemble.py", *members, "--out", str(tmp_path / "two/dev/rte.tsv"))
+    assert len((tmp_path / "two/dev/cb.tsv").read_text().splitlines()) == 21
+    refused = run_script("ensemble.py", *members, "--out", str(tmp_path / "two/dev/cb.tsv"))
     assert refused.returncode == 2 and refused.stderr.startswith(
-        f"error: {tmp_path / 'two/dev/rte.tsv'}/dev cannot be read or written: Not a directory"
+        f"error: {tmp_path / 'two/dev/cb.tsv'}/dev cannot be read or written: Not a directory"
     )
 
 
 def test_a_task_without_a_file_is_answered_by_how_to_give_one(tmp_path) -> None:
-    done = refuse(REPOSITORY / "finetune" / "run.py", "task=sst2", "ckpt=x", cwd=tmp_path)
-    assert "but is 'sst2'; a table of your own needs task/sst2.yaml in --config-dir" in done.stderr
+    done = refuse(REPOSITORY / "finetune" / "run.py", "task=imdb", "ckpt=x", cwd=tmp_path)
+    assert "but is 'imdb'; a table of your own needs task/imdb.yaml in --config-dir" in done.stderr
 
 
 def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
@@ -179,7 +179,10 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
     (tmp_path / "task/pairs.yaml").write_text(example, encoding="utf-8")
     task = ("--config-dir", str(tmp_path), "task=pairs", "size=1.3b", "ckpt=x")
     done = refuse(REPOSITORY / "finetune" / "run.py", *task, cwd=tmp_path)
-    expected = "error: `size` must be one of 336m, the rows that the task's file has in `by_size`, but is 1.3b\n"
+    expected = (
+        "error: `size` must be one of 336m, the rows that the task's file has in `by_size`, but is 1.3b; or give "
+    )
+    expected += "global_batch_size, optimizer.lr and trainer.num_epochs\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 

@@ -221,7 +221,7 @@ def test_a_sweep_over_tasks_is_ranked_within_each_task(tmp_path, capsys) -> None
         (tmp_path / str(number) / "record.json").write_text(json.dumps(record))
         (tmp_path / str(number) / "metrics.csv").write_text("step,train/loss\n1,0.7\n2,0.6\n")
     sweep = {"objective": None, "task": {"name": "mnli"}, "hydra": {"sweep": {"dir": str(tmp_path)}}}
-    SweepSummary("lmscale.finetune.tasks.objective_of").on_multirun_end(OmegaConf.create(sweep))
+    SweepSummary("lmscale.config.finetune.objective_of").on_multirun_end(OmegaConf.create(sweep))
     lines = [line.split() for line in capsys.readouterr().out.strip().splitlines()]
     assert lines[:8] == [
         ["2", "runs,", "best", "mnli/accuracy", "first"],

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import runs
 import torch
-from finetuning import LENGTHS, make_tokenizer, write_task
+from finetuning import make_tokenizer, task_values, write_task
 from ranks import run_in_turn, run_ranks
 
 from lmscale.checkpoint import CheckpointMetadata, TensorEntry, write_offline
@@ -59,8 +59,7 @@ def make_checkpoint(
 def make_run(name: str, folder: Path, ckpt: Path, count: int = 22, run: str = "run", **changes) -> FinetuneConfig:
     """One epoch on `count` examples of a task, scored on nine others; `changes` by dotted key with `__`."""
     train, dev = write_task(folder, name, count), write_task(folder, name, 9, first=1000)
-    task = {"name": name, "train": str(train), "validation": {"dev": str(dev)}, "test": {}, "hub_name": "none"}
-    task |= LENGTHS[name] | ({"max_answer_length": 8, "num_best": 5} if name.startswith("squad") else {})
+    task = task_values(name) | {"train": str(train), "validation": {"dev": str(dev)}}
     values = {
         "name": f"finetune_{name}",
         "run_dir": str(folder / run),

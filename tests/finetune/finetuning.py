@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 
+import yaml
+
 from lmscale.config.finetune import TaskConfig
 from lmscale.data.tokenizer import Tokenizer, train_tokenizer
 
+TASK_FILES = Path(__file__).resolve().parents[2] / "conf" / "finetune" / "task"
 LENGTHS = {
-    "mnli": {"max_seq_length": 32},
-    "qqp": {"max_seq_length": 32},
     "race": {"max_seq_length": 48, "max_qa_length": 16},
     "squad_v1": {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 12},
     "squad_v2": {"max_seq_length": 40, "doc_stride": 8, "max_query_length": 12},
@@ -17,12 +18,18 @@ WORDS = "some cat dog owl fox sat ran slept sang on under by near".split()
 WORDS += "one red blue green old small house tree river hill".split()
 
 
+def task_values(name: str) -> dict:
+    """The values of a task with short inputs and no data paths."""
+    values = yaml.safe_load((TASK_FILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    values = {key: value for key, value in values.items() if key not in ("defaults", "hub_subset")}
+    values |= {"train": None, "validation": {}, "test": {}, "hub_name": "none", "max_seq_length": 32}
+    values |= LENGTHS.get(name, {})
+    return values | ({"max_answer_length": 8, "num_best": 5} if name.startswith("squad") else {})
+
+
 def make_task(name: str, **changes) -> TaskConfig:
     """A task with short inputs and no data paths."""
-    values = {"name": name, "train": None, "validation": {}, "test": {}, "hub_name": "none", **LENGTHS[name]}
-    if name.startswith("squad"):
-        values |= {"max_answer_length": 8, "num_best": 5}
-    return TaskConfig(**values | changes)
+    return TaskConfig(**task_values(name) | changes)
 
 
 def make_tokenizer() -> Tokenizer:

@@ -8,9 +8,9 @@ from finetuning import make_task, make_tokenizer, write_task
 
 from lmscale.finetune.answers import decode_answers
 from lmscale.finetune.features import Features, load_features
+from lmscale.finetune.metrics import accuracy, f1
 from lmscale.finetune.preparing import prepare_features
 from lmscale.finetune.scoring import metric_names, predict_sets
-from lmscale.finetune.tasks.pair_tables import score_qqp
 from lmscale.finetune.tasks.race import score_race
 
 
@@ -137,8 +137,8 @@ def test_a_single_set_of_another_name_than_dev_has_the_plain_metrics_too() -> No
 
 def test_scores_of_classes_count_by_hand() -> None:
     chosen, labels = [1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]
-    assert score_qqp(chosen, labels, {}) == pytest.approx({"qqp/accuracy": 100 * 4 / 7, "qqp/f1": 100 * 2 * 2 / 7})
-    assert score_qqp([0], [0], {})["qqp/f1"] == 0.0  # no question is a duplicate
+    assert (accuracy(chosen, labels), f1(chosen, labels)) == pytest.approx((100 * 4 / 7, 100 * 2 * 2 / 7))
+    assert f1([0], [0]) == 0.0  # no question is a duplicate
     groups = ["middle", "high", "high", "middle", "middle", "high", "high"]
     expected = {"race/accuracy": 100 * 4 / 7, "race/accuracy_middle": 100 * 2 / 3, "race/accuracy_high": 50.0}
     assert score_race(chosen, labels, {"groups": groups}) == pytest.approx(expected)

@@ -105,7 +105,7 @@ def rename_a_question(values: dict) -> None:
         ),
         (
             "race",
-            edit_json("task.json", lambda v: v.__setitem__("name", "mnli")),
+            edit_json("task.json", lambda v: v.update(name="mnli", columns={"first": "a"}, labels=["a", "b"])),
             "must have the task of .*, race, but has mnli",
         ),
         ("squad_v1", edit_json(IDS, rename_a_question), "must have the questions of .*others"),
@@ -177,7 +177,12 @@ def test_an_ensemble_that_never_answers_warns(tmp_path_factory, tmp_path) -> Non
 
 
 def record(folder: Path, seed: int, accuracy: float, **config) -> None:
-    values = {"task": {"name": "qqp"}, "seed": seed, "run_dir": str(folder), "optimizer": {"lr": 1e-5}} | config
+    values = {
+        "task": {"name": "qqp", "validation": {}},
+        "seed": seed,
+        "run_dir": str(folder),
+        "optimizer": {"lr": 1e-5},
+    } | config
     folder.mkdir(parents=True)
     text = json.dumps({"seed": seed, "metrics": {"qqp/accuracy": {"value": accuracy}}, "config": values})
     (folder / "record.json").write_text(text)
@@ -218,7 +223,7 @@ def test_runs_of_different_tasks_or_equal_seeds_raise(tmp_path) -> None:
         read_settings(tmp_path)
     with pytest.raises(ValueError, match="must have the metric qqp/f1 and a seed, but has qqp/accuracy"):
         read_settings(tmp_path, "qqp/f1")
-    record(tmp_path / "c", 2, 80.0, task={"name": "race"})
+    record(tmp_path / "c", 2, 80.0, task={"name": "race", "validation": {}})
     with pytest.raises(ValueError, match="must be of one task, but are of qqp, race"):
         read_settings(tmp_path)
 
@@ -234,7 +239,7 @@ def test_other_records_are_ignored_and_broken_ones_named(tmp_path) -> None:
     (tmp_path / "1/record.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"1/record.json must be a record, but is \[1\]"):
         read_settings(tmp_path)
-    (tmp_path / "1/record.json").write_text('{"config": {"task": {"name": "qqp"}}}')
+    (tmp_path / "1/record.json").write_text('{"config": {"task": {"name": "qqp", "validation": {}}}}')
     with pytest.raises(ValueError, match="must have the metric qqp/accuracy and a seed, but has no seed"):
         read_settings(tmp_path)
 

@@ -17,10 +17,9 @@ from finetune_runs import (
 )
 
 from lmscale.checkpoint import Checkpoint, latest_checkpoint
-from lmscale.config.finetune import FinetuneConfig
+from lmscale.config.finetune import FinetuneConfig, objective_of
 from lmscale.finetune.preparing import check_values, is_finished, prepare_job
 from lmscale.finetune.squad_score import score
-from lmscale.finetune.tasks import objective_of
 
 OF_EVERY_RUN = {"steps", "num_updates", "num_skipped", "train_time", "train_cpu_time", "items_per_s"}
 
@@ -70,7 +69,7 @@ def test_32_examples_are_learned_by_heart(tmp_path, ckpt, name: str, num_epochs:
     train = make_run(name, tmp_path, ckpt, **settings).task.train
     run = make_run(name, tmp_path, ckpt, task__validation={"dev": train}, **settings)
     assert run_here(run) == 0
-    assert read_metrics(run)[objective_of(name)] == 100.0
+    assert read_metrics(run)[objective_of(run.to_dict()["task"])] == 100.0
     assert read_rows(run)[0]["train/loss"] > 0.6
 
 
@@ -89,7 +88,7 @@ def test_a_finetuning_that_learns_nothing_says_so(tmp_path, ckpt, capsys) -> Non
     run = make_run("qqp", tmp_path, ckpt, precision__dtype="fp32", optimizer__lr=3.0, trainer__num_epochs=3)
     assert run_here(run) == 0
     out, err = capsys.readouterr()
-    assert out.count("WARNING: every example of dev is predicted as ") == 1  # of the last of three epochs
+    assert out.count("WARNING: every example of dev is predicted as ") >= 2  # at each of three epochs but the first
     assert "WARNING: the training loss ended above its start, so nothing useful was learned; try a lower" in err
     assert read_record(run)["ended_above_start"]
 
@@ -302,5 +301,5 @@ def test_sets_to_train_or_choose_on_need_labels(tmp_path, ckpt) -> None:
             prepare_job(make_run("qqp", tmp_path, ckpt, **{key: value}))
     own = {"task__name": "mine", "task__labels": ["0", "1"], "task__validation": {"dev": str(unlabelled)}}
     own["task__columns"] = {"id": "id", "first": "question1", "second": "question2", "label": "is_duplicate"}
-    with pytest.raises(ValueError, match="label for every example, in the column `is_duplicate`, but lacks labels"):
+    with pytest.raises(ValueError, match="label for every example, in the column is_duplicate, but lacks labels"):
         prepare_job(make_run("qqp", tmp_path, ckpt, **own))

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from finetuning import make_task
 from ranks import make_context, run_ranks
 from sharding import COMPLETEP, small_config
 
@@ -15,8 +16,13 @@ from lmscale.finetune.heads import FinetuneModel, HeadKind, build_finetune_model
 from lmscale.parallel import ParallelContext, counter_keep_mask, sample_dropout_keys, site_keys
 
 KINDS = list(HeadKind)
-TASKS = {HeadKind.CLASSIFICATION: "mnli", HeadKind.CHOICE: "race", HeadKind.SPAN: "squad_v1"}
-OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
+TASKS = {
+    HeadKind.CLASSIFICATION: "mnli",
+    HeadKind.REGRESSION: "stsb",
+    HeadKind.CHOICE: "race",
+    HeadKind.SPAN: "squad_v1",
+}
+OUTPUTS = {HeadKind.CLASSIFICATION: 3, HeadKind.REGRESSION: 1, HeadKind.CHOICE: 4, HeadKind.SPAN: 2}
 
 
 def small(norm_order: str, **changes) -> TransformerConfig:
@@ -25,8 +31,9 @@ def small(norm_order: str, **changes) -> TransformerConfig:
 
 
 def build(config, kind, context=None, head_dropout=0.0) -> FinetuneModel:
-    task = SimpleNamespace(name=TASKS[kind], columns=None)
-    run = SimpleNamespace(task=task, head_dropout=head_dropout, seed=3, from_scratch=True, new_pooler=False)
+    run = SimpleNamespace(
+        task=make_task(TASKS[kind]), head_dropout=head_dropout, seed=3, from_scratch=True, new_pooler=False
+    )
     model = build_finetune_model(run, config, context or ParallelContext(), torch.float64, torch.device("cpu"))
     with torch.no_grad():  # zero biases and unit norms hide mistakes
         for name, param in model.named_parameters():
@@ -41,7 +48,12 @@ def batch(kind: HeadKind) -> list[torch.Tensor]:
     tokens = torch.randint(1, 61, (8, 13), generator=generator)
     mask = torch.arange(13) < torch.tensor([13, 5, 9, 2, 13, 7, 11, 3])[:, None]
     labels = torch.tensor([1, 0, 2, 1, 0, 1, 2, 2])
-    labels = {HeadKind.CHOICE: torch.tensor([2, 0]), HeadKind.CLASSIFICATION: labels}.get(kind)
+    numbers = torch.tensor([0.0, 5.0, 3.25, 1.5, 4.0, 2.2, 0.4, 3.8], dtype=torch.float64)
+    labels = {
+        HeadKind.CHOICE: torch.tensor([2, 0]),
+        HeadKind.CLASSIFICATION: labels,
+        HeadKind.REGRESSION: numbers,
+    }.get(kind)
     if labels is None:
         labels = torch.tensor([[3, 5], [1, 4], [0, 0], [1, 1], [12, 12], [2, 6], [0, 0], [1, 2]])
     types = (torch.arange(13) > torch.tensor([4, 1, 6, 0, 11, 2, 5, 1])[:, None]).long() * mask
@@ -77,7 +89,8 @@ def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order:
     if kind is HeadKind.CHOICE:
         inputs = {name: value.view(2, 4, 13) for name, value in inputs.items()}
     with torch.no_grad():
-        found = other(**inputs)
+        targets = {"labels": labels} if kind is HeadKind.REGRESSION else {}
+        found = other(**inputs, **targets)
     if kind is HeadKind.SPAN:
         for place, expected in enumerate((found.start_logits, found.end_logits)):
             assert (logits[:, place] - expected)[mask].abs().max() < 1e-12
@@ -88,7 +101,7 @@ def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order:
         ) / 2
     else:
         assert (logits - found.logits).abs().max() < 1e-12
-        expected_loss = F.cross_entropy(found.logits, labels)
+        expected_loss = found.loss if kind is HeadKind.REGRESSION else F.cross_entropy(found.logits, labels)
     assert (model.item_losses(logits, labels).mean() - expected_loss).abs() < 1e-12
 
 
@@ -155,7 +168,7 @@ def test_the_mask_of_attention_dropout_counts_rows_by_the_longest_sequence() -> 
 
 
 def test_head_and_new_pooler_are_initialized_independently() -> None:
-    task = SimpleNamespace(name="own", columns={}, labels=range(24))
+    task = SimpleNamespace(name="own", labels=range(24))
     run = SimpleNamespace(task=task, head_dropout=0.0, seed=3, from_scratch=False, new_pooler=True)
     model = build_finetune_model(run, small("pre"), ParallelContext(), torch.float32, torch.device("cpu"))
     head, pooler = model.head.weight.detach().flatten().numpy(), model.pooler.weight.detach().flatten().numpy()

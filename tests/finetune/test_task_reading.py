@@ -11,8 +11,9 @@ import pytest
 from finetuning import make_task, squad_json, write_task
 
 from lmscale.finetune import sources
+from lmscale.finetune.glue import submission_file
 from lmscale.finetune.sources import fingerprint
-from lmscale.finetune.tasks import name_mnli, read_examples
+from lmscale.finetune.tasks import read_examples
 
 
 def tsv(path: Path, *lines: str) -> str:
@@ -76,7 +77,7 @@ def test_a_single_level_can_be_scored(shared_data) -> None:
 
 def test_predictions_are_named_as_glue_names_them() -> None:
     sets = ("dev_matched", "test_mismatched", "diagnostic", "ax")
-    assert [name_mnli(name) for name in sets] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "AX.tsv"]
+    assert [submission_file("mnli", name) for name in sets] == ["MNLI-m.tsv", "MNLI-mm.tsv", "AX.tsv", "AX.tsv"]
 
 
 def test_a_test_file_needs_no_labels(tmp_path) -> None:
@@ -90,9 +91,9 @@ def test_malformed_rows_of_qqp_are_skipped_and_counted(tmp_path) -> None:
     rows = ["1\t0\t0\twhy\twhat\t1", "2\t0\t0\t\twhat\t0", "3\t0\t0\twhy", "4\t0\t0\twhy\t \t1", "5\t0\t0\ta\tb\t0"]
     examples, report = read_examples(make_task("qqp"), tsv(tmp_path / "t.tsv", QQP, *rows))
     assert [e.id for e in examples] == ["1", "5"]
-    assert report.noted["skipped"] == {"an empty question": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
+    assert report.noted["skipped"] == {"an empty text": ["line 3", "line 5"], "not 6 columns": ["line 4"]}
     assert report.notes() == [
-        "2 rows skipped, an empty question: line 3, line 5",
+        "2 rows skipped, an empty text: line 3, line 5",
         "1 row skipped, not 6 columns: line 4",
     ]
 
@@ -102,8 +103,8 @@ def test_an_unlabelled_set_keeps_every_row_of_qqp(tmp_path) -> None:
     place = tsv(tmp_path / "test.tsv", header, "0\twhy\twhat", "1\t\twhat", "2\twhy\t ")
     examples, report = read_examples(make_task("qqp"), place)
     assert [e.id for e in examples] == ["0", "1", "2"]
-    assert report.noted["kept"] == {"an empty question": ["line 3", "line 4"]}
-    assert report.notes() == ["2 rows kept, an empty question: line 3, line 4"]
+    assert report.noted["kept"] == {"an empty text": ["line 3", "line 4"]}
+    assert report.notes() == ["2 rows kept, an empty text: line 3, line 4"]
     with pytest.raises(ValueError, match="line 3: a row must have 3 columns, but has 2"):
         read_examples(make_task("qqp"), tsv(tmp_path / "short.tsv", header, "0\twhy\twhat", "1\twhy"))
 
@@ -355,7 +356,7 @@ QUESTION = {"id": "1", "title": "t", "context": "a", "question": "q", "answers":
 @pytest.mark.parametrize(
     "task, row, message",
     [
-        ("mnli", NLI | {"label": 1.0}, "row 0: `label` must be one of 0, 1, 2.*, but is 1.0"),
+        ("mnli", NLI | {"label": 1.0}, "row 0: `label` must be one of contradiction, .*, 0, 1, 2, -1, but is 1.0"),
         ("mnli", NLI | {"premise": 5}, "row 0: texts must not be empty, of another type"),
         ("mnli", NLI | {"idx": None}, "`idx` must be a whole number or one line of.*, but is None"),
         ("qqp", PAIR | {"label": 1.0}, "`label` must be one of 0, 1, -1, but is 1.0"),
@@ -374,24 +375,25 @@ def test_a_test_set_of_the_hub_keeps_every_row_of_qqp(monkeypatch) -> None:
     monkeypatch.setattr(sources, "load_hub", lambda task, place: Table(rows))
     examples, report = read_examples(make_task("qqp"), "hub:test")
     assert [(e.id, e.label) for e in examples] == [("0", None), ("1", None)]
-    assert report.noted["kept"] == {"an empty question": ["row 1"]}
+    assert report.noted["kept"] == {"an empty text": ["row 1"]}
 
 
-def test_class_names_of_the_hub_in_another_order_raise(monkeypatch) -> None:
-    for task, row, names in (
-        ("mnli", NLI, ["contradiction", "entailment", "neutral"]),
-        ("qqp", PAIR, ["duplicate", "not_duplicate"]),
-    ):
-        monkeypatch.setattr(sources, "load_hub", lambda task, place, row=row, names=names: Table([row], names))
-        with pytest.raises(ValueError, match=f"none/train: the classes of `label` must be .*, but are {names[0]}, "):
-            read_examples(make_task(task), "hub:train")
-        own = {"label": "label", "first": list(row)[0], "second": None, "id": "idx"}
-        labels = [*names[1:], names[0]]
-        own_task = replace(make_task(task), name="mine", columns=own, labels=labels)
-        with pytest.raises(ValueError, match=f"must be {', '.join(labels)}, but are {', '.join(names)}"):
-            read_examples(own_task, "hub:train")
-        renamed = replace(own_task, labels=["x", "y", "z"][: len(names)])
-        assert read_examples(renamed, "hub:train")[0][0].label == 0
+def test_the_classes_of_the_hub_may_have_any_order(monkeypatch) -> None:
+    def labels_of(task, names, row) -> list[int]:
+        rows = [row | {"label": number, "idx": number} for number in range(len(names or [0] * 3))]
+        monkeypatch.setattr(sources, "load_hub", lambda task, place: Table(rows, names))
+        return [example.label for example in read_examples(task, "hub:train")[0]]
+
+    published = make_task("mnli").labels  # contradiction, entailment, neutral
+    for names in (published, ["neutral", "contradiction", "entailment"]):
+        assert labels_of(make_task("mnli"), names, NLI) == [published.index(name) for name in names]
+    assert labels_of(make_task("mnli"), None, NLI) == [1, 2, 0]  # numbers alone: those of nyu-mll/glue
+    assert labels_of(make_task("qqp"), ["duplicate", "not_duplicate"], PAIR) == [1, 0]
+    assert labels_of(make_task("qqp"), ["0", "1"], PAIR) == [0, 1]
+    own = {"label": "label", "first": "premise"}
+    own_task = replace(make_task("mnli"), name="mine", columns=own, labels=["x", "y", "z"])
+    assert labels_of(own_task, ["z", "x", "y"], NLI) == [2, 0, 1]
+    assert labels_of(own_task, ["a", "b", "c"], NLI) == [0, 1, 2]  # the hub's names are others
 
 
 def test_a_data_set_that_the_hub_does_not_have_is_named() -> None:

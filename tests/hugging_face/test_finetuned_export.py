@@ -236,7 +236,6 @@ def test_the_pooler_that_old_files_of_squad_have_is_not_read(ckpts, tmp_path) ->
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"num_labels": 1}, "must have one of several classes per input, but config.json has 1 labels"),
         ({"problem_type": "multi_label_classification"}, "but config.json has multi_label_classification"),
         (
             {"id2label": {0: "a", 1: "a"}},
@@ -256,7 +255,7 @@ def test_the_pooler_that_old_files_of_squad_have_is_not_read(ckpts, tmp_path) ->
 )
 def test_a_classifier_that_ours_is_not_is_refused_in_one_line(ckpts, tmp_path, settings, message) -> None:
     save_classifier(tmp_path / "theirs", ckpts["post"], "post")
-    edit_config(tmp_path / "theirs", **({"id2label": {"0": "x"}} if "num_labels" in settings else settings))
+    edit_config(tmp_path / "theirs", **settings)
     with pytest.raises(ValueError) as caught:
         read_published_head(tmp_path / "theirs")
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -306,12 +305,12 @@ def lose_task(values: dict) -> None:
 
 
 def change_head(values: dict) -> None:
-    values["run"]["task"] |= {"name": "own", "columns": OWN, "labels": ["a", "b", "c"]}
+    values["run"]["task"] |= {"name": "own", "columns": OWN, "labels": ["a", "b", "c"], "metrics": None}
 
 
 FOREIGN = {
     "no task": (lose_task, "has an invalid finetuning (KeyError: 'task')"),
-    "an unknown task": (lambda v: v["run"]["task"].update(name="glue"), "`task.name` must be one of mnli, "),
+    "an unknown task": (lambda v: v["run"]["task"].update(columns=None), "`task.name` must be one of squad_v1, "),
     "no scores": (lambda v: v["state"].update(finetune=[]), "has an invalid finetuning (TypeError: "),
     "a score that is no number": (lambda v: v["state"]["finetune"].update(metrics={"a": "x"}), "could not convert"),
     "more classes than outputs": (change_head, "model/head.weight must be (3, 32), but is (2, 32)"),

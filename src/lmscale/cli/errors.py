@@ -127,7 +127,9 @@ def _one_line(error: Exception) -> str:
     no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
     if no_row:
         rows = ", ".join(map(str, error.parent_node._get_root().task.by_size))
-        return f"`size` must be one of {rows}, the rows that the task's file has in `by_size`, but is {no_row[1]}"
+        rule = f"one of {rows}, the rows that the task's file has in `by_size`"
+        keys = "global_batch_size, optimizer.lr and trainer.num_epochs"
+        return f"`size` must be {rule}, but is {no_row[1]}; or give {keys}"
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException, YAMLError)):
         text = f"the command line cannot be used: {type(error).__name__} {text}".rstrip()
     return re.sub(r"\s+", " ", text).strip()

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..config.checks import expand_home
 from ..output import escape_unknown_letters
 from ..runtime import world
-from ..runtime.exit_codes import USER_ERROR
+from ..runtime.exit_codes import DIVERGED, FAILED, STALLED, USER_ERROR
 from ..runtime.world import is_first_rank
 from . import ctrl_c
 from . import literal as literal_values
@@ -36,6 +36,7 @@ from .errors import WANTS_TRACEBACK, end_without_reader, exit_with
 from .help import help_text
 
 _task_is_running = False
+_failed: dict[str, int] = {}  # exit codes of the jobs of a sweep that has gone on, by their names
 
 
 def run_hydra_main(
@@ -74,6 +75,10 @@ def run_hydra_main(
                 before()
             hydra.main(version_base="1.3", config_path=str(CONF), config_name=entry_point())(job)()
         sys.stdout.flush()
+        if _failed:
+            names = "; ".join(name.removesuffix(": ") for name in _failed)
+            print(f"error: {len(_failed)} job{'s' * (len(_failed) > 1)} failed: {names}", file=sys.stderr, flush=True)
+            sys.exit(next(iter(_failed.values())))
     except KeyboardInterrupt:
         ctrl_c.leave()
         print("stopped by SIGINT", file=sys.stderr, flush=True)
@@ -92,6 +97,7 @@ def run_task(
     cfg: DictConfig,
     then: Callable[[dict], str] | None = None,
     if_stopped: Callable[[], str] | None = None,
+    goes_on: bool = False,
 ) -> None:
     """Give `task` the resolved configuration as plain values, with `run_dir` and `overrides` added.
 
@@ -99,10 +105,29 @@ def run_task(
     ends a sweep, in a job or between two, it prints what `if_stopped` has said as the last job started.
 
     A ValueError is the user's mistake. It ends the process here, because Hydra would add its own lines to an exception
-    that passes through it.
+    that passes through it. With `goes_on` a sweep of this process goes on after a job that fails, and the command ends
+    with the exit code of the first one.
     """
     global _task_is_running
     hydra_config = HydraConfig.get()
+    try:
+        _run_task(task, cfg, hydra_config, then, if_stopped)
+    except SystemExit as ended:
+        is_own = goes_on and hydra_config.mode == RunMode.MULTIRUN and world.world_from_outside() is None
+        if not is_own or world.asked_to_stop or ended.code not in (FAILED, USER_ERROR, DIVERGED, STALLED):
+            raise
+        _failed[_name_of_job(hydra_config)] = ended.code
+        _task_is_running = False
+
+
+def _run_task(
+    task: Callable[[dict], None],
+    cfg: DictConfig,
+    hydra_config: DictConfig,
+    then: Callable[[dict], str] | None,
+    if_stopped: Callable[[], str] | None,
+) -> None:
+    global _task_is_running
     folder = OmegaConf.to_container(hydra_config.runtime, resolve=False)["output_dir"]  # as Hydra has created it
     ctrl_c.before_exit[:] = [partial(_remove_if_empty, Path(folder))]
     try:

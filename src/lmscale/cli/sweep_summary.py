@@ -21,8 +21,8 @@ class SweepSummary(Callback):
 
     Args:
         metric: of the runs' records, the lowest is best: `val/loss`. Or the dotted path of a function that names it for
-            a task, the highest is best; `objective` precedes it. Runs of several tasks, or whose losses are means over
-            different validation sets, are ranked within each.
+            the values of a task, the highest is best; `objective` precedes it. Runs of several tasks, or whose losses
+            are means over different validation sets, are ranked within each.
     """
 
     def __init__(self, metric: str) -> None:
@@ -60,7 +60,7 @@ class SweepSummary(Callback):
     def _metric_of(self, record: dict[str, Any], config: DictConfig) -> str:
         if "/" in self.metric:
             return self.metric
-        return config.objective or hydra.utils.get_method(self.metric)(record["config"]["task"]["name"])
+        return config.objective or hydra.utils.get_method(self.metric)(record["config"]["task"])
 
     def _write(self, folder: Path, groups: dict[tuple[str, str], list[dict[str, Any]]]) -> None:
         """One table and one figure of all runs."""

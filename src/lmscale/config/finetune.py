@@ -2,25 +2,33 @@
 
 import hashlib
 import json
+import math
 import re
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from .checks import Checked, Count, Fraction, PathText, Positive, Rule, Seed, check, is_line, refuse, require
 from .from_dict import EntryConfig
 from .training import Formula, ScheduleConfig, TrainerOptions, TrainingRequest
 
-TASKS = ("mnli", "qqp", "squad_v1", "squad_v2", "race")
-TABLE_COLUMNS = ("id", "first", "second", "label")  # of a user's own task
-FROM_HUB = "hub:"  # before the name of a split; everything else is a path
+TASKS = ("squad_v1", "squad_v2", "race")  # with a format of their own; every other one is a table
+TABLE_COLUMNS = ("id", "first", "second", "label")
+FROM_HUB = "hub:"  # before the name of a split, or SUBSET/SPLIT; everything else is a path
+METRICS = ("accuracy", "f1", "matthews", "pearson", "spearman")
+OF_NUMBERS = ("pearson", "spearman")
+# GLUE's name of each of its tasks, which its folder and its submission file have.
+GLUE = {"cola": "CoLA", "sst2": "SST-2", "mrpc": "MRPC", "stsb": "STS-B", "qqp": "QQP", "mnli": "MNLI", "qnli": "QNLI"}
+GLUE |= {"rte": "RTE", "wnli": "WNLI"}
 
 
 @dataclass(frozen=True)
 class TaskConfig(Checked):
-    """`task=`: one benchmark, or a table of texts and classes, where its rows are and how they become inputs.
+    """`task=`: a table of texts with a class or a number, SQuAD or RACE, where its rows are and how they become inputs.
 
     Args:
-        name: one of `TASKS`, or with `columns` and `labels` any other, of small letters, digits and underscores.
+        name: one of `TASKS`, or with `columns` any other, of small letters, digits and underscores.
         train: file or folder in the official layout, or `hub:<split>`; None if nothing is trained.
         validation: sets by name, each a place as in `train`; they choose thresholds and checkpoints.
         test: further sets to score by name, which need no labels and choose nothing.
@@ -35,9 +43,18 @@ class TaskConfig(Checked):
         num_best: SQuAD: candidates kept per question.
         null_threshold: SQuAD 2.0: how much "no answer" must exceed the best answer; None: the best threshold on the
             first validation set.
-        columns: own task: the table's columns `id` (null: the row's number), `first` and `second` text (null: none) and
-            `label`.
-        labels: own task: names of the classes, or their indices as labels.
+        columns: of a table: `id` (null: the row's number), `first` and `second` text (null: none) and `label` (where it
+            is missing, labels are unknown); names, or numbers from 0 in a file without a header. A list of several such
+            layouts: the first that a table has. `classes` of a layout: those of its labels by number, if they are not
+            `labels` in their order.
+        labels: names of the classes, or their indices as labels.
+        value_range: lowest and highest label of a task whose labels are numbers, instead of `labels`.
+        metrics: of `METRICS`; a search and the median over seeds compare the first. For numbers `pearson` and
+            `spearman`, for classes the others.
+        path: of a task of `GLUE`: the folder with those of its tasks, whose files replace the splits `hub:...`, or by
+            name the folder of each task; None: the hub.
+        submit: predict also GLUE's test sets.
+        skip_broken: skip and count labelled rows with an empty text or another number of columns.
         by_size: batch size, learning rate and epochs by size of the model (Table 6), of which `size` chooses.
 
     Raises:
@@ -57,21 +74,29 @@ class TaskConfig(Checked):
     max_answer_length: Positive | None = None
     num_best: Positive | None = None
     null_threshold: float | None = None
-    columns: dict | None = None
+    columns: dict | list | None = None
     labels: list | None = None
+    value_range: list | None = None
+    metrics: list | None = None
+    path: PathText | dict[str, PathText] | None = None
+    submit: bool = False
+    skip_broken: bool = False
     by_size: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name in TASKS:
-            if self.columns is not None or self.labels is not None:
-                raise ValueError(
-                    f"`columns` and `labels` must be null for {self.name}, whose files are known, but are not"
-                )
-        elif self.columns is None or self.labels is None:
-            refuse("name", f"one of {', '.join(TASKS)}, or come with `columns` and `labels`", self.name)
+            for name in ("columns", "labels", "value_range", "metrics"):
+                require(self, name, f"null for {self.name}, whose files are known", getattr(self, name) is None)
+        elif self.columns is None:
+            refuse("name", f"one of {', '.join(TASKS)}, or come with `columns`", self.name)
         else:
             self._check_table()
+        for name in ("path", "submit"):
+            rule = f"left out for {self.name}, which is no task of GLUE"
+            require(self, name, rule, self.name in GLUE or not getattr(self, name))
+        others = [name for name in self.path if name not in GLUE] if isinstance(self.path, dict) else []
+        require(self, "path", f"by names of {', '.join(GLUE)}", not others)
         of_squad = ("doc_stride", "max_query_length", "max_answer_length", "num_best")
         for name in {"race": ("max_qa_length",), "squad_v1": of_squad, "squad_v2": of_squad}.get(self.name, ()):
             check(Positive, getattr(self, name), name)
@@ -94,26 +119,75 @@ class TaskConfig(Checked):
     def _check_table(self) -> None:
         if not re.fullmatch("[a-z0-9_]+", self.name):
             raise ValueError(f"`name` must be of small letters, digits and underscores, but is {self.name!r}")
-        if set(self.columns) != set(TABLE_COLUMNS):
-            found = ", ".join(map(str, self.columns)) or "none"
-            raise ValueError(f"`columns` must be given for {', '.join(TABLE_COLUMNS)}, but are for {found}")
-        needed = [key for key in ("first", "label") if not isinstance(self.columns[key], str)]
-        if needed:
-            raise ValueError(f"`columns.{needed[0]}` must be a column's name, but is {self.columns[needed[0]]!r}")
-        named = [name for name in self.columns.values() if name is not None]
-        if len(set(named)) < len(named) or not all(isinstance(name, str) for name in named):
-            raise ValueError(f"`columns` must be names, each once, but are {named}")
-        if len(set(filter(is_line, self.labels))) < max(2, len(self.labels)):
+        for layout in self.layouts:
+            _check_layout(layout)
+        if (self.labels is None) == (self.value_range is None):
+            raise ValueError(
+                f"a table must have `labels` or `value_range`, but has {'both' if self.labels else 'neither'}"
+            )
+        if self.labels is not None and len(set(filter(is_line, self.labels))) < max(2, len(self.labels)):
             rule = "at least two texts, each once on one line without tabs"
             raise ValueError(f"`labels` must be {rule}, but are {self.labels}")
+        if self.value_range is not None:
+            numbers = [value for value in self.value_range if type(value) in (int, float) and math.isfinite(value)]
+            is_range = len(numbers) == len(self.value_range) == 2 and numbers[0] < numbers[1]
+            require(self, "value_range", "two numbers, the lowest and the highest label", is_range)
+        known = [name for name in METRICS if (name in OF_NUMBERS) == (self.labels is None)]
+        known = [name for name in known if name != "f1" or len(self.labels) == 2]
+        found = self.metrics or known[:1]
+        rule = f"of {', '.join(known)}, each once"
+        require(self, "metrics", rule, len(set(found)) == len(found) and all(name in known for name in found))
+
+    @property
+    def layouts(self) -> list[dict[str, str | int | None]]:
+        """Every layout of a table's columns; none for other formats."""
+        return self.columns if isinstance(self.columns, list) else [self.columns] if self.columns is not None else []
 
     def scored_sets(self) -> dict[str, str]:
         """Place of every set to score by name, validation first."""
         return {name: place for name, place in (self.validation | self.test).items() if place is not None}
 
+    def located(self) -> "TaskConfig":
+        """The task with the test sets of a submission, and files of GLUE in place of splits of the hub."""
+        test = dict(self.test)
+        if self.submit:  # in the words of the hub
+            names = ["test" if name == "dev" else f"test_{name}" for name in self.chosen_on()]
+            test = {name: f"hub:{name}" for name in names} | test
+            test |= {"ax": "hub:ax/test"} if self.name == "mnli" else {}
+        by_task = isinstance(self.path, dict)
+        path = self.path.get(self.name) if by_task else self.path and f"{self.path}/{GLUE[self.name]}"
+        if path is None:
+            return replace(self, test=test)
+
+        def file_of(place: str | None) -> str | None:
+            if place is None or not place.startswith(FROM_HUB):
+                return place
+            split = place.removeprefix(FROM_HUB).replace("validation", "dev")
+            file = f"{path}/{'diagnostic' if split == 'ax/test' else split}.tsv"
+            return f"{file}.gz" if Path(f"{file}.gz").exists() and not Path(file).exists() else file
+
+        sets = [{name: file_of(place) for name, place in each.items()} for each in (self.validation, test)]
+        return replace(self, train=file_of(self.train), validation=sets[0], test=sets[1])
+
     def chosen_on(self) -> list[str]:
         """Names of the sets that may choose thresholds and checkpoints."""
         return [name for name, place in self.validation.items() if place is not None]
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, dict) or not {"first"} <= set(layout) <= {*TABLE_COLUMNS, "classes"}:
+        found = ", ".join(map(str, layout)) or "none"
+        raise ValueError(f"`columns` must be given for {', '.join(TABLE_COLUMNS)}, but are for {found}")
+    named = [layout[key] for key in TABLE_COLUMNS if layout.get(key) is not None]
+    is_column = [isinstance(name, str) or (type(name) is int and name >= 0) for name in named]
+    if len(set(named)) < len(named) or not all(is_column) or layout["first"] is None:
+        raise ValueError(f"`columns` must be names or numbers, each once, with a `first` text, but are {layout}")
+
+
+def objective_of(task: Mapping[str, Any]) -> str:
+    """The metric that a search and the median over seeds compare, of a task's plain values."""
+    metrics = ["f1"] if task["name"].startswith("squad") else task.get("metrics") or ["accuracy"]
+    return f"{task['name']}/{metrics[0]}"
 
 
 @dataclass(frozen=True)
@@ -217,6 +291,12 @@ class FinetuneConfig(TrainingRequest, EntryConfig):
             raise ValueError("`task.validation` or `task.test` must have a set to score, but both have none")
         if self.trainer.num_epochs and not self.task.chosen_on():
             raise ValueError("`task.validation` must have a set where something is trained, but has none")
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "FinetuneConfig":
+        """As in `EntryConfig`; the task's sets are located."""
+        run = super().from_dict(values)
+        return replace(run, task=run.task.located())
 
     def schedule(self, num_steps: int) -> ScheduleConfig:
         """Warm-up over `warmup_fraction` of the updates, then a linear decay to 0 by the formula."""

@@ -121,7 +121,7 @@ def collate(features: Features, items: np.ndarray) -> Batch:
 
     Shapes:
         b sequences (items x choices) of at most s tokens: `tokens`, `token_types` int64 [b, s]; `attention_mask` bool
-        [b, s], None without padding; `labels` int64 [items] or [items, 2].
+        [b, s], None without padding; `labels` int64 [items] or [items, 2], or fp64 [items].
     """
     choices = features.num_choices
     rows = (items[:, None] * choices + np.arange(choices)).ravel()

@@ -157,6 +157,8 @@ class Scoring(L.Callback):
         self.lines.append({"step": self.scored_at, "epoch": epoch} | for_json(metrics))
         shown = "  ".join(f"{name} {value:.2f}" for name, value in metrics.items())
         print(f"step {self.scored_at}: {shown}", flush=True)
+        for alarm in (alarm for prediction in self.predictions.values() for alarm in prediction.alarms):
+            print(f"WARNING: {alarm}", flush=True)
         return metrics
 
 

@@ -1,4 +1,4 @@
-"""Ensembles of finetuned models: mean probabilities for classes and choices, mean logits for spans."""
+"""Ensembles of finetuned models: mean probabilities for classes and choices, mean outputs for numbers and spans."""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from scipy.special import softmax
 
 from .outputs import SetOutputs, read_outputs, write_predictions
 from .scoring import predict_sets
+from .tasks import HeadKind, benchmark_of
 
-_DECODING_KEYS = ("max_answer_length", "num_best", "null_threshold", "labels")
+_DECODING_KEYS = ("max_answer_length", "num_best", "null_threshold", "labels", "value_range")
 
 
 def ensemble(runs: list[Path], out: Path) -> tuple[dict[str, float], list[str]]:
@@ -92,6 +93,6 @@ def _facts(outputs: SetOutputs) -> dict[str, Any]:
 def _combine(members: list[SetOutputs]) -> list[np.ndarray]:
     """Return the ensemble's logits per item."""
     of_items = list(zip(*(member.logits for member in members), strict=True))
-    if members[0].features.offsets is not None:
+    if benchmark_of(members[0].task).head in (HeadKind.SPAN, HeadKind.REGRESSION):
         return [np.mean(np.stack(rows).astype(np.float64), axis=0) for rows in of_items]
     return [np.log(softmax(np.stack(rows).astype(np.float64), axis=1).mean(axis=0)) for rows in of_items]

@@ -7,12 +7,12 @@ from ..config.checks import is_line, list_some
 
 @dataclass(frozen=True)
 class PairExample:
-    """One or two texts and the number of their class; None if unknown (test sets)."""
+    """One or two texts, and the number of their class or a value; None if unknown (test sets)."""
 
     id: str
     first: str
     second: str | None
-    label: int | None
+    label: int | float | None
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ class Features:
     Shapes:
         n items, c choices per item, t tokens of all sequences. tokens int32 [t]; starts int64 [n c + 1], first token of
         each sequence; second_starts int32 [n c], tokens of a sequence before its second text; labels int64 [n], or
-        [n, 2] with first and last position of the answer; -1 if unknown. SQuAD: offsets int32 [t, 2], first and last
-        character (excluded) of each context token, -1 for other tokens; window_examples int32 [n], index of the
-        example; window_starts int32 [n], index in the context of the window's first token.
+        [n, 2] with first and last position of the answer, -1 if unknown; of numbers fp64 [n], nan if unknown. SQuAD:
+        offsets int32 [t, 2], first and last character (excluded) of each context token, -1 for other tokens;
+        window_examples int32 [n], index of the example; window_starts int32 [n], index in the context of the window's
+        first token.
 
     Args:
         ids: of the examples.
@@ -46,7 +47,8 @@ class Features:
     @property
     def is_labelled(self) -> bool:
         """Whether every item has a label."""
-        return bool((self.labels >= 0).all())
+        is_number = self.labels.dtype.kind == "f"
+        return bool((~np.isnan(self.labels) if is_number else self.labels >= 0).all())
 
     def lengths(self) -> np.ndarray:
         """Return the tokens of each item's longest sequence, int64 [n]."""

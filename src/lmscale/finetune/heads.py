@@ -1,4 +1,4 @@
-"""BERT's encoder with a task head: sequence classification, multiple choice, or span."""
+"""BERT's encoder with a task head: sequence classification, a number, multiple choice, or span."""
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ class FinetuneModel(nn.Module):
     """The encoder, the pooler (not for spans) and one linear layer, replicated over tensor ranks like the pooler.
 
     classification: dropout(tanh(pooler(hidden of [CLS]))) -> h x k
+    regression:     the same with k = 1
     choice:         the same with k = 1 for each of a question's c sequences; softmax over the c sequences
     span:           hidden of every token -> h x 2, logits of first and last token of the answer; padding is -inf
 
@@ -42,7 +43,7 @@ class FinetuneModel(nn.Module):
             layer.attention.rows_per_head = config.max_position_embeddings
         if kind is not HeadKind.SPAN:
             self.pooler = bert.pooler
-        width = {HeadKind.CLASSIFICATION: num_outputs, HeadKind.CHOICE: 1, HeadKind.SPAN: 2}[kind]
+        width = 1 if kind is HeadKind.CHOICE else num_outputs
         self.head = ReplicatedLinear(config.hidden_size, width, bert.context, config.initializer_std, role="readout")
         parametrize(self.head, config)
         self.output_factor = config.scaling.output_factor
@@ -66,11 +67,14 @@ class FinetuneModel(nn.Module):
         return logits.view(-1, self.num_outputs) if self.kind is HeadKind.CHOICE else logits
 
     def item_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute the cross-entropy of each item in nats, [items]; for spans the mean over first and last token.
+        """Compute the cross-entropy of each item in nats, [items]; for spans the mean over first and last token, for
+        numbers the squared error.
 
         Shapes:
-            logits as `forward` returns them; labels int64 [items], or [items, 2] for spans.
+            logits as `forward` returns them; labels int64 [items], for spans [items, 2], for numbers fp64 [items].
         """
+        if self.kind is HeadKind.REGRESSION:
+            return F.mse_loss(logits[:, 0], labels.to(logits.dtype), reduction="none")
         losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
         return losses.view(-1, 2).mean(dim=1) if self.kind is HeadKind.SPAN else losses
 

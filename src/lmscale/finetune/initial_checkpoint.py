@@ -78,12 +78,13 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     if "kind" in finetuned:  # imported, with classes but without a task's name
         has_head, before, order = _compare_head(benchmark, run.from_scratch, **finetuned)
     elif has_head:
-        labels = metadata.run.get("task", {}).get("labels")
-        if labels != task.labels:
-            raise ValueError(
-                f"`task.labels` must be {labels}, with which {path.name} was finetuned on {task.name}, but is "
-                f"{task.labels}"
-            )
+        saved = metadata.run.get("task", {})
+        for name in ("labels", "value_range") if saved.get("columns") is not None else ():
+            there, here = saved.get(name), getattr(task, name)
+            if there != here:
+                raise ValueError(
+                    f"`task.{name}` must be {there}, with which {path.name} was finetuned on {task.name}, but is {here}"
+                )
     if not has_head and run.trainer.num_epochs == 0:
         raise ValueError(
             f"`ckpt` must have been finetuned on {task.name} if `trainer.num_epochs` is 0, but {path.name} was "

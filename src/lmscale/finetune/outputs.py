@@ -10,8 +10,8 @@ import numpy as np
 from ..config.finetune import TaskConfig
 from ..config.from_dict import build, to_plain
 from .features import Features, load_features, save_features
+from .glue import HEADER, submission_file
 from .scoring import Predictions
-from .tasks import benchmark_of
 
 LOGITS, TASK, FEATURES = "logits.npy", "task.json", "features"
 
@@ -46,15 +46,13 @@ def write_outputs(
 def write_predictions(folder: Path, task: TaskConfig, set_name: str, predictions: Predictions) -> None:
     """Write a set's predictions in the benchmark's submission format.
 
-    GLUE: `MNLI-m.tsv`, `MNLI-mm.tsv`, `AX.tsv`, `QQP.tsv` with index and prediction, and likewise for a user table.
-    SQuAD: `predictions.json` of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format:
-    `predictions.json` of id and letter.
+    GLUE: `RTE.tsv` or `MNLI-m.tsv` with index and prediction, and likewise for a user table. SQuAD: `predictions.json`
+    of id and text, for 2.0 also `null_odds.json`. RACE, which has no such format: `predictions.json` of id and letter.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    benchmark = benchmark_of(task)
-    if benchmark.file_name is not None:
-        rows = ["index\tprediction", *(f"{key}\t{value}" for key, value in predictions.answers.items())]
-        (folder / benchmark.file_name(set_name)).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    if task.columns is not None:
+        rows = [HEADER, *(f"{key}\t{value}" for key, value in predictions.answers.items())]
+        (folder / submission_file(task.name, set_name)).write_text("\n".join(rows) + "\n", encoding="utf-8")
     else:
         answers = json.dumps(predictions.answers, indent=1, ensure_ascii=False)
         (folder / "predictions.json").write_text(answers, encoding="utf-8")

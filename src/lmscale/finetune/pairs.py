@@ -44,9 +44,10 @@ def encode_pairs(task: TaskConfig, examples: list[PairExample], tokenizer: Token
         join_pair(a, None if e.second is None else b, cls, sep, task.max_seq_length)
         for e, a, b in zip(examples, firsts, seconds, strict=True)
     ]
+    unknown, dtype = (np.nan, np.float64) if task.labels is None else (-1, np.int64)
     return Features(
         **pack(joined),
-        labels=np.array([-1 if e.label is None else e.label for e in examples], dtype=np.int64),
+        labels=np.array([unknown if e.label is None else e.label for e in examples], dtype=dtype),
         ids=[e.id for e in examples],
     )
 

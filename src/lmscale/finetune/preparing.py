@@ -28,8 +28,9 @@ from .scoring import metric_names
 from .sources import fingerprint, is_on_hub
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 6  # incremented when the same rows give other features or notes
-_SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length", "columns", "labels")
+FEATURES_VERSION = 7  # incremented when the same rows give other features or notes
+_SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length")
+_SETTINGS += ("columns", "labels", "value_range", "skip_broken")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +180,9 @@ def _check_labels(job: FinetuneJob) -> None:
     must_have |= {"task.train": job.training_features()} if job.train is not None else {}
     for key, features in must_have.items():
         if not features.is_labelled:
-            column = f", in the column `{task.columns['label']}`" if task.columns is not None else ""
-            raise ValueError(f"`{key}` must have a label for every example{column}, but lacks labels")
+            columns = {layout.get("label") for layout in task.layouts if layout.get("label") is not None}
+            where = f", in the column {' or '.join(sorted(map(str, columns)))}" if columns else ""
+            raise ValueError(f"`{key}` must have a label for every example{where}, but lacks labels")
     if task.name == "squad_v2" and not task.chosen_on() and task.null_threshold is None:
         raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
     if run.objective is not None:

@@ -1,14 +1,14 @@
 """The paper's protocol over many runs: the best setting of a search, and the median over seeds."""
 
+import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.finetune import TASKS
+from ..config.finetune import objective_of
 from ..config.from_dict import flatten
 from ..results import RECORD, read_record
-from .tasks import objective_of
 
 # Keys that may differ between runs of one setting (seed and layout), or that follow from the seed or the path.
 _NOT_A_SETTING = {
@@ -39,23 +39,40 @@ class Setting:
         return sorted(self.scores, key=lambda run: (self.scores[run], str(run)))[(len(self.scores) - 1) // 2]
 
 
-def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting]:
-    """Read the settings of all finetunings below a folder, ordered by descending median.
-
-    Args:
-        metric: metric to compare; None uses the task's objective (accuracy, or F1 for SQuAD).
+def read_runs(folder: str | Path) -> dict[str, dict[Path, dict[str, Any]]]:
+    """Read the records of all finetunings below a folder: by task, the record of each run folder.
 
     Raises:
-        ValueError: there are no records, they are of several tasks, a metric is missing, or two runs have one seed.
+        ValueError: there are none, or one cannot be read.
     """
-    runs = {path.parent: read_record(path) for path in sorted(Path(folder).rglob(RECORD))}
-    runs = {run: record for run, record in runs.items() if _task_of(record)}
-    if not runs:
+    found: dict[str, dict[Path, dict[str, Any]]] = {}
+    for path in sorted(Path(folder).rglob(RECORD)):
+        record = read_record(path)
+        task = _task_of(record)
+        if task is not None:
+            found.setdefault(task["name"], {})[path.parent] = record
+    if not found:
         raise ValueError(f"{folder} must have records of finetunings below it, but has none")
-    tasks = sorted({_task_of(record) for record in runs.values()})
-    if len(tasks) > 1:
-        raise ValueError(f"the runs of {folder} must be of one task, but are of {', '.join(tasks)}")
-    name = metric or objective_of(tasks[0])
+    return found
+
+
+def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting]:
+    """Read the settings of all finetunings below a folder, of one task; see `settings_of`."""
+    runs = read_runs(folder)
+    if len(runs) > 1:
+        raise ValueError(f"the runs of {folder} must be of one task, but are of {', '.join(sorted(runs))}")
+    return settings_of(next(iter(runs.values())), metric)
+
+
+def settings_of(runs: dict[Path, dict[str, Any]], metric: str | None = None) -> list[Setting]:
+    """Group the runs of a task by their settings, ordered by descending median.
+
+    Args:
+        metric: metric to compare, -inf where it is undefined; None uses the task's objective.
+
+    Raises:
+        ValueError: a metric is missing, or two runs of a setting have one seed.
+    """
     flat = {
         run: flatten({key: value for key, value in record["config"].items() if key not in _NOT_A_SETTING})
         for run, record in runs.items()
@@ -65,7 +82,8 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
     found: dict[str, Setting] = {}
     seeds: dict[tuple[str, int], Path] = {}
     for run, record in runs.items():
-        if record.get("metrics", {}).get(name, {}).get("value") is None or "seed" not in record:
+        name = metric or objective_of(record["config"]["task"])
+        if name not in record.get("metrics", {}) or "seed" not in record:
             found_names = ", ".join([*record.get("metrics", {}), *(["no seed"] if "seed" not in record else [])])
             raise ValueError(f"{run / RECORD} must have the metric {name} and a seed, but has {found_names}")
         values = {key: flat[run].get(key) for key in differing}
@@ -73,13 +91,18 @@ def read_settings(folder: str | Path, metric: str | None = None) -> list[Setting
         if twin != run:
             raise ValueError(f"runs of one setting must differ in their seed, but those of {twin} and {run} are equal")
         setting = found.setdefault(repr(values), Setting(values, {}))
-        setting.scores[run] = record["metrics"][name]["value"]
+        setting.scores[run] = score_of(record, name)
     return sorted(found.values(), key=lambda setting: -setting.median)
 
 
-def _task_of(record: dict[str, Any]) -> str | None:
-    """Return the benchmark of a finetuning's record; None for other records."""
+def score_of(record: dict[str, Any], metric: str) -> float:
+    """A metric of a record; -inf where it is undefined, the lowest in a median."""
+    value = record["metrics"][metric]["value"]
+    return -math.inf if value is None else value
+
+
+def _task_of(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the task of a finetuning's record; None for other records."""
     config = record.get("config")
     task = config.get("task") if isinstance(config, dict) else None
-    is_ours = isinstance(task, dict) and (task.get("name") in TASKS or task.get("columns"))
-    return task["name"] if is_ours else None
+    return task if isinstance(task, dict) and {"name", "validation"} <= set(task) else None

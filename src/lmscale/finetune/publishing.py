@@ -21,6 +21,7 @@ from .tasks import HeadKind, benchmark_of
 
 _TAGS = {
     HeadKind.CLASSIFICATION: "text-classification",
+    HeadKind.REGRESSION: "text-classification",
     HeadKind.CHOICE: "multiple-choice",
     HeadKind.SPAN: "question-answering",
 }
@@ -121,9 +122,14 @@ def read_published_head(folder: Path) -> FinetunedHead | None:
     kind, classes = HeadKind(found), ()
     if kind is HeadKind.CLASSIFICATION:
         published = with_defaults(values)
+        if published.num_labels == 1 and published.problem_type in (None, "regression"):  # as transformers takes it
+            kind = HeadKind.REGRESSION
+    if kind is HeadKind.CLASSIFICATION:
         if published.problem_type not in (None, "single_label_classification") or published.num_labels < 2:
             problem = published.problem_type or f"{published.num_labels} labels"
-            raise ValueError(f"{folder} must have one of several classes per input, but config.json has {problem}")
+            raise ValueError(
+                f"{folder} must have one of several classes or a number per input, but config.json has {problem}"
+            )
         classes = tuple(published.id2label.get(number) for number in range(published.num_labels))
         if not all(isinstance(name, str) for name in classes) or len({*classes}) < len(classes):
             raise ValueError(
@@ -136,7 +142,7 @@ def read_published_head(folder: Path) -> FinetunedHead | None:
                 f"`label2id` of config.json must number the classes as `id2label`, {published.id2label}, "
                 f"but is {numbers}"
             )
-    return FinetunedHead(kind.value, classes, _builder(kind, len(classes) or 2))
+    return FinetunedHead(kind.value, classes, _builder(kind, len(classes) or (1 if kind is HeadKind.REGRESSION else 2)))
 
 
 def _training(metadata: CheckpointMetadata, task: TaskConfig) -> dict[str, Any]:
@@ -155,8 +161,8 @@ def _training(metadata: CheckpointMetadata, task: TaskConfig) -> dict[str, Any]:
 
 
 def _example(kind: HeadKind, task: TaskConfig, metrics: dict[str, Any]) -> str:
-    if kind is HeadKind.CLASSIFICATION:
-        if task.columns is not None and task.columns["second"] is None:
+    if kind in (HeadKind.CLASSIFICATION, HeadKind.REGRESSION):
+        if task.layouts[0].get("second") is None:
             return _CLASSIFY.format(truncation=True, texts='"A cat sat on a mat."')
         pair = '{"text": "A cat sat on a mat.", "text_pair": "Where did the cat sit?"}'
         return _CLASSIFY.format(truncation='"only_second"', texts=pair)

@@ -115,8 +115,6 @@ def write_results(
     late = losses[len(losses) // 2 :]  # of few examples each
     above = len(losses) > 1 and sum(late) / len(late) > losses[0]
     write_record(found | {"ended_above_start": above}, folder / RECORD)
-    for alarm in (alarm for prediction in scoring.predictions.values() for alarm in prediction.alarms):
-        print(f"WARNING: {alarm}", flush=True)
     print(f"record: {folder / RECORD}", flush=True)
     if above:
         warn_of_no_progress("training loss", run.optimizer.lr)

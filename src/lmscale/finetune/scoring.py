@@ -1,5 +1,6 @@
 """Convert logits to predictions and metrics."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from .answers import decode_answers
 from .features import Features
 from .squad_score import all_null_alarm, best_null_threshold, score
 from .tasks import HeadKind, benchmark_of
+from .tasks.benchmark import Benchmark
 
 
 @dataclass
@@ -17,8 +19,8 @@ class Predictions:
     """A model's predictions for one set.
 
     Args:
-        answers: class names or answer texts by id, in the order of the set.
-        metrics: percent by name; empty if the labels are unknown.
+        answers: class names, numbers within the task's range or answer texts by id, in the order of the set.
+        metrics: percent by name, nan where a score is undefined; empty if the labels are unknown.
         null_odds: SQuAD 2.0: score of "no answer" minus that of the best non-empty answer, by id.
         alarms: warnings for the user.
     """
@@ -46,7 +48,7 @@ def predict_sets(
     Raises:
         ValueError: SQuAD 2.0 has neither a validation set nor a threshold.
     """
-    predict = _predict_spans if benchmark_of(task).head is HeadKind.SPAN else _predict_classes
+    predict = _predict_spans if benchmark_of(task).head is HeadKind.SPAN else _predict_items
     predictions, metrics = predict(task, sets, logits, chosen_on)
     pooled = set(metrics)
     for name, found in predictions.items():
@@ -57,8 +59,14 @@ def predict_sets(
 
 def with_units(metrics: dict[str, float]) -> dict[str, dict[str, Any]]:
     """The metrics of `predict_sets` as a record has them."""
-    units = {name: "logits" if name.endswith("null_threshold") else "%" for name in metrics}
-    return {name: {"value": value, "unit": units[name]} for name, value in metrics.items()}
+    return {name: {"value": value, "unit": _unit(name)} for name, value in metrics.items()}
+
+
+def _unit(metric: str) -> str:
+    if metric.endswith("null_threshold"):
+        return "logits"
+    is_correlation = metric.partition("/")[2].startswith(("matthews", "pearson", "spearman"))
+    return "correlation x 100" if is_correlation else "%"
 
 
 def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[str]) -> list[str]:
@@ -71,22 +79,28 @@ def metric_names(task: TaskConfig, sets: dict[str, Features], chosen_on: list[st
     return list(predict_sets(task, sets, logits, chosen_on)[1])
 
 
-def _predict_classes(
+def _predict_items(
     task: TaskConfig, sets: dict[str, Features], logits: dict[str, list[np.ndarray]], chosen_on: list[str]
 ) -> tuple[dict[str, Predictions], dict[str, float]]:
     """Predict each set, and score all labelled validation sets pooled (MNLI: matched and mismatched)."""
     benchmark, predictions = benchmark_of(task), {}
-    chosen = {name: [int(np.argmax(row)) for row in rows] for name, rows in logits.items()}
+    decide = (lambda row: float(row[0])) if benchmark.head is HeadKind.REGRESSION else (lambda row: int(np.argmax(row)))
+    chosen = {name: [decide(row) for row in rows] for name, rows in logits.items()}
     for name, features in sets.items():
-        answers = {key: benchmark.classes[c] for key, c in zip(features.ids, chosen[name], strict=True)}
+        answers = {key: _answer(task, benchmark, c) for key, c in zip(features.ids, chosen[name], strict=True)}
         predictions[name] = Predictions(answers)
         if features.is_labelled:
-            predictions[name].metrics = benchmark.score(chosen[name], features.labels.tolist(), features.facts)
-            if len(set(chosen[name])) == 1 < len(set(features.labels.tolist())):
+            labels = features.labels.tolist()
+            predictions[name].metrics = metrics = benchmark.score(chosen[name], labels, features.facts)
+            undefined = " and ".join(metric for metric, value in metrics.items() if math.isnan(value))
+            if len(set(chosen[name])) == 1 < len(set(labels)):
+                also = f", so that {undefined} cannot be computed" if undefined else ""
                 predictions[name].alarms = [
-                    f"every example of {name} is predicted as {benchmark.classes[chosen[name][0]]}: the model has not "
+                    f"every example of {name} is predicted as {next(iter(answers.values()))}{also}: the model has not "
                     "learned the task; try more trainer.num_epochs, or another optimizer.lr"
                 ]
+            elif undefined:
+                predictions[name].alarms = [f"{undefined} cannot be computed: the labels of {name} are all equal"]
     names = [name for name in chosen_on if sets[name].is_labelled]
     if not names or names == ["dev"]:
         return predictions, {}
@@ -94,6 +108,14 @@ def _predict_classes(
     labels = [label for name in names for label in sets[name].labels.tolist()]
     groups = [group for name in names for group in sets[name].facts.get("groups", [])]
     return predictions, benchmark.score(classes, labels, {"groups": groups})
+
+
+def _answer(task: TaskConfig, benchmark: Benchmark, chosen: int | float) -> str:
+    """The class, or the number within the task's range, which a submission must keep to."""
+    if benchmark.head is HeadKind.REGRESSION:
+        low, high = task.value_range
+        return f"{min(max(chosen, low), high):.6g}"
+    return benchmark.classes[chosen]
 
 
 def _predict_spans(

@@ -1,7 +1,7 @@
 """Where a task's rows are: a path, or a split of the Hugging Face hub, whose rows are read here."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +15,32 @@ def is_on_hub(place: str) -> bool:
     return place.startswith(FROM_HUB)
 
 
-def hub_rows(
-    task: TaskConfig, place: str, needed: tuple[str, ...], label: str = "", classes: Sequence[str] = ()
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def hub_rows(task: TaskConfig, place: str, needed: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, row) of a split on the hub or in its cache; `task.hub_name` may also be a local folder.
 
-    Args:
-        label: column whose numbers are indices into `classes`.
-
     Raises:
-        ValueError: the split cannot be loaded, lacks columns, or has the classes in a different order.
+        ValueError: the split cannot be loaded, or lacks columns.
     """
     table = load_hub(task, place)
-    source = "/".join(part for part in (task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB)) if part)
-    check_columns(source, table.column_names, needed)
-    names = getattr(table.features.get(label), "names", None) or []
-    if names != [*classes] and sorted(names) == sorted(classes):
-        raise ValueError(f"{source}: the classes of `{label}` must be {', '.join(classes)}, but are {', '.join(names)}")
+    check_columns(name_of_split(task, place), table.column_names, needed)
     for number, row in enumerate(table):
         yield f"row {number}", row
 
 
 def load_hub(task: TaskConfig, place: str) -> Any:
     """Load the split of a data set, as `load_dataset`."""
-    return load_dataset("task.hub_name", task.hub_name, task.hub_subset, place.removeprefix(FROM_HUB))
+    return load_dataset("task.hub_name", task.hub_name, *_split(task, place))
+
+
+def name_of_split(task: TaskConfig, place: str) -> str:
+    """Name a split in messages."""
+    return "/".join(part for part in (task.hub_name, *_split(task, place)) if part)
+
+
+def _split(task: TaskConfig, place: str) -> tuple[str | None, str]:
+    """The subset and the split of `hub:SPLIT`, or of `hub:SUBSET/SPLIT`."""
+    subset, _, split = place.removeprefix(FROM_HUB).rpartition("/")
+    return subset or task.hub_subset, split
 
 
 def fingerprint(task: TaskConfig, place: str) -> str:

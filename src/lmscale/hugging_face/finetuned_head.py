@@ -14,7 +14,7 @@ class FinetunedHead:
     """The head of a finetuned model.
 
     Args:
-        kind: `classification`, `choice` or `span`.
+        kind: `classification`, `regression`, `choice` or `span`.
         classes: of a classification, by number.
         build: our model of a configuration with this head on the meta device, with the outputs of transformers.
     """
@@ -26,6 +26,8 @@ class FinetunedHead:
     @property
     def settings(self) -> dict[str, Any]:
         """Its keys of `config.json`."""
+        if self.kind == "regression":  # without its type, a pipeline would apply a sigmoid
+            return {"id2label": {0: "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": "regression"}
         if not self.classes:
             return {}
         numbers = {name: number for number, name in enumerate(self.classes)}

@@ -5,15 +5,20 @@ Unlike documents, a row keeps every character, and a blank line is a row: predic
 
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from .whole_file import read_exact_text
 
 
-def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
+def tsv_rows(
+    path: Path, has_header: Callable[[list[str]], bool] = lambda cells: True
+) -> tuple[Sequence[str | int], Iterator[tuple[str, list[str]]]]:
     """Read a tab-separated file without quoting, as GLUE's: the header, and (location, cells) of each further line.
+
+    Args:
+        has_header: whether the cells of line 1 are names; otherwise they are a row, and columns have numbers from 0.
 
     Raises:
         ValueError: as `read_exact_text`; or the file is empty, has other line ends, or two columns of one name.
@@ -24,6 +29,8 @@ def tsv_rows(path: Path) -> tuple[list[str], Iterator[tuple[str, list[str]]]]:
     if "\r" in lines[0]:
         raise ValueError(f"{path} must have lines that end in LF or CR LF, but line 1 has a lone CR")
     header = lines[0].split("\t")
+    if not has_header(header):
+        return range(len(header)), ((f"line {n}", line.split("\t")) for n, line in enumerate(lines, start=1))
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"{path} must have columns of different names, but has {twice!r} twice")
@@ -37,7 +44,7 @@ def _lines(path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")] if text else []
 
 
-def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> None:
+def check_columns(source: str, header: Sequence[str | int], needed: tuple[str | int, ...]) -> None:
     """Check that a table has the needed columns.
 
     Raises:
@@ -46,7 +53,8 @@ def check_columns(source: str, header: list[str], needed: tuple[str, ...]) -> No
     missing = [name for name in needed if name not in header]
     if missing:
         raise ValueError(
-            f"{source} must have the columns {', '.join(needed)}, but lacks {', '.join(missing)}{_other_form(header)}"
+            f"{source} must have the columns {', '.join(map(str, needed))}, but lacks {', '.join(map(str, missing))}"
+            f"{_other_form([*map(str, header)])}"
         )
 
 

@@ -1,44 +1,30 @@
 """The finetuning tasks: how each is read, encoded, scored and named."""
 
+from functools import partial
+
 from ...config.checks import list_some
 from ...config.finetune import TaskConfig
 from ..examples import Example, RowReport, SpanExample
 from ..pairs import encode_choices, encode_pairs
 from ..windows import encode_windows
-from .benchmark import Benchmark, HeadKind, accuracy
-from .pair_tables import MNLI_LABELS, QQP_LABELS, name_mnli, read_mnli, read_qqp, read_table, score_mnli, score_qqp
+from .benchmark import Benchmark, HeadKind
 from .race import LETTERS, read_race, score_race
 from .squad import read_squad
+from .tables import read_table, scores_of_table
 
-_CLASSES = HeadKind.CLASSIFICATION
 BENCHMARKS = {
-    "mnli": Benchmark("mnli/accuracy", read_mnli, encode_pairs, _CLASSES, MNLI_LABELS, score_mnli, name_mnli),
-    "qqp": Benchmark("qqp/accuracy", read_qqp, encode_pairs, _CLASSES, QQP_LABELS, score_qqp, lambda _: "QQP.tsv"),
-    "squad_v1": Benchmark("squad_v1/f1", read_squad, encode_windows, HeadKind.SPAN),
-    "squad_v2": Benchmark("squad_v2/f1", read_squad, encode_windows, HeadKind.SPAN),
-    "race": Benchmark("race/accuracy", read_race, encode_choices, HeadKind.CHOICE, tuple(LETTERS), score_race),
+    "squad_v1": Benchmark(read_squad, encode_windows, HeadKind.SPAN),
+    "squad_v2": Benchmark(read_squad, encode_windows, HeadKind.SPAN),
+    "race": Benchmark(read_race, encode_choices, HeadKind.CHOICE, tuple(LETTERS), score_race),
 }
 
 
 def benchmark_of(task: TaskConfig) -> Benchmark:
-    """Return the benchmark of a task's name, or of the columns and labels of a user table."""
-    if task.columns is None:
+    """Return the benchmark of a task's name, or of its table."""
+    if task.name in BENCHMARKS:
         return BENCHMARKS[task.name]
-    metric = objective_of(task.name)
-    return Benchmark(
-        metric,
-        read_table,
-        encode_pairs,
-        _CLASSES,
-        tuple(task.labels),
-        lambda chosen, labels, _: {metric: accuracy(chosen, labels)},
-        lambda _: f"{task.name}.tsv",
-    )
-
-
-def objective_of(task_name: str) -> str:
-    """Return the metric that a search and the median over seeds compare."""
-    return BENCHMARKS[task_name].objective if task_name in BENCHMARKS else f"{task_name}/accuracy"
+    head = HeadKind.CLASSIFICATION if task.labels is not None else HeadKind.REGRESSION
+    return Benchmark(read_table, encode_pairs, head, tuple(task.labels or ()), partial(scores_of_table, task))
 
 
 def read_examples(task: TaskConfig, place: str) -> tuple[list[Example], RowReport]:

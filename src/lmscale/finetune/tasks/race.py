@@ -7,8 +7,8 @@ from typing import Any
 from ...config.finetune import TaskConfig
 from ...text.tables import check_columns, jsonl_rows
 from ..examples import ChoiceExample, RowReport, is_text
+from ..metrics import accuracy
 from ..sources import hub_rows, is_on_hub
-from .benchmark import accuracy
 
 LETTERS = "ABCD"
 METRICS = {"middle": "race/accuracy_middle", "high": "race/accuracy_high"}

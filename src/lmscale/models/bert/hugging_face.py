@@ -64,6 +64,7 @@ _model = partial(
     readouts=("lm_head.norm.", "order_head.weight", "head.weight"),
     task_heads={
         "classification": TaskHead("ForSequenceClassification", "classifier"),
+        "regression": TaskHead("ForSequenceClassification", "classifier"),
         "choice": TaskHead("ForMultipleChoice", "classifier", has_choices=True),
         "span": TaskHead("ForQuestionAnswering", "qa_outputs", has_pooler=False),
     },

@@ -1,0 +1,59 @@
+"""Print GLUE's table of finetunings, and write the submission: `python finetune/glue.py multirun/glue/TIME`.
+
+A task counts by the median over seeds of its best setting. `submission.zip` in the folder has what the median runs have
+predicted with `task.submit=true`.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+
+from lmscale.cli.errors import one_line_errors
+from lmscale.config.finetune import GLUE
+from lmscale.finetune.glue import DEV_ROWS, TEST_ROWS, TaskScore, read_scores, write_submission
+from lmscale.results import existing_path
+
+
+def row_of(task: str, found: TaskScore) -> str:
+    """A task's line of the table."""
+    about = [f"{name.partition('/')[2]} {shown(value)}" for name, value in found.metrics.items()]
+    about.append(f"median of {len(found.setting.scores)}")
+    if found.num_settings > 1:
+        about.append(f"best of {found.num_settings} settings")
+    if found.num_examples != DEV_ROWS[task]:
+        about.append(f"{found.num_examples:,} of {DEV_ROWS[task]:,} examples")
+    return f"{GLUE[task]:<6} {shown(found.score):>9}  {', '.join(about)}"
+
+
+def shown(score: float) -> str:
+    """A score, or that it is undefined."""
+    return f"{score:.2f}" if math.isfinite(score) else "undefined"
+
+
+@one_line_errors()
+def main() -> int:
+    """Read the records, print the table, and write the submission."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=existing_path, help="folder of a sweep, or any folder that contains run folders")
+    folder = parser.parse_args().folder
+    scores = read_scores(folder)
+    for task, found in scores.items():
+        print(row_of(task, found))
+    counted = [found.score for found in scores.values() if math.isfinite(found.score)]
+    missing = [name for task, name in GLUE.items() if task not in scores or not math.isfinite(scores[task].score)]
+    mean = statistics.mean(counted) if counted else -math.inf
+    lacks = f", without {', '.join(missing)}" if missing else ""
+    print(f"{f'mean of {len(counted)} tasks' if missing else 'GLUE score'} {shown(mean)}{lacks}")
+    problems = write_submission(scores, folder / "submission.zip")
+    if len(problems) == len(TEST_ROWS):
+        print("no submission: no median run has predicted a test set (task.submit=true)")
+        return 0
+    for name, problem in problems.items():
+        print(f"submission without {name}: {problem}")
+    print(f"submission: {folder / 'submission.zip'}, {len(TEST_ROWS) - len(problems)} of {len(TEST_ROWS)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
