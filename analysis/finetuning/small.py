@@ -10,6 +10,7 @@ Every run is `finetune/run.py` on one thread with the overrides in its record, a
 have one are skipped. The sets:
 
 - QQP and MNLI: the complete files; MNLI's matched and mismatched rows are scored together.
+- CoLA, SST-2, MRPC, STS-B, QNLI and RTE: every even row of the development set is scored.
 - RACE: one in `RACE_TRAIN_STRIDE` training passages, without near-duplicates of development passages
   (analysis/finetuning/records/race_leakage.json), 128 tokens per input; scored on one in four development passages.
 - SQuAD 1.1: every fifth article of the development file is scored, the others are used for training.
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT, run_python
 from lmscale.cli.errors import one_line_errors
+from lmscale.config.finetune import GLUE
 from lmscale.results import new_record, path_argument, record_argument, report
 
 RECORDS = ROOT / "analysis" / "finetuning" / "records"
@@ -46,12 +48,20 @@ PLAIN += ("optimizer.weight_decay=0.01",)
 
 @dataclass(frozen=True)
 class Case:
-    """A task's overrides, the compared metric, and the minimum (`floor`, in percent) required of its median."""
+    """A task's overrides, the compared metric, and the minimum (`floor`, in percent) required of its median.
+
+    Args:
+        majority: what predicting the most frequent class scores, in percent; 0 for correlations; None: not stated.
+    """
 
     metric: str
     floor: float
     batch: int
     overrides: tuple[str, ...]
+    majority: float | None = None
+
+
+RATE = "optimizer.lr=1e-4"
 
 
 CASES = {
@@ -59,6 +69,12 @@ CASES = {
     "mnli": Case("mnli/accuracy", 64.0, 32, ("optimizer.lr=2e-4", "task.max_seq_length=128")),
     "squad_v1": Case("squad_v1/f1", 40.0, 8, ("optimizer.lr=1.5e-4", "trainer.max_train_examples=2000")),
     "race": Case("race/accuracy", 32.0, 16, ("optimizer.lr=1e-4", "task.max_seq_length=128", "task.max_qa_length=64")),
+    "cola": Case("cola/matthews", 10.0, 32, (RATE, "task.max_seq_length=64", "trainer.num_epochs=2"), 0.0),
+    "sst2": Case("sst2/accuracy", 80.0, 32, (RATE, "task.max_seq_length=64", "trainer.max_train_examples=5000"), 53.9),
+    "mrpc": Case("mrpc/accuracy", 70.0, 32, (RATE, "task.max_seq_length=128"), 68.6),
+    "stsb": Case("stsb/pearson", 70.0, 32, (RATE, "task.max_seq_length=128"), 0.0),
+    "qnli": Case("qnli/accuracy", 68.0, 32, (RATE, "task.max_seq_length=128", "trainer.max_train_examples=4000"), 50.5),
+    "rte": Case("rte/accuracy", 54.0, 32, (RATE, "task.max_seq_length=128"), 50.4),
 }
 
 
@@ -128,6 +144,7 @@ def find_data(source: Path, folder: Path) -> dict[str, tuple[str, ...]]:
         raise ValueError(f"the data sets must be in $LMSCALE_DATA, but {source} does not exist")
     folder.mkdir(parents=True, exist_ok=True)
     squad, race, mnli, qqp = cut_squad(source, folder), cut_race(source, folder), source / "mnli", source / "qqp"
+    folders = {task: source / "glue" / GLUE[task] for task in ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")}
     return {
         "qqp": (f"task.train={qqp}/train.shared.tsv", f"task.validation.dev={qqp}/with_ids.shared.tsv"),
         "mnli": (
@@ -137,6 +154,9 @@ def find_data(source: Path, folder: Path) -> dict[str, tuple[str, ...]]:
         ),
         "race": (f"task.train={race['train']}", f"task.validation.dev={race['dev']}"),
         "squad_v1": (f"task.train={squad['train']}", f"task.validation.dev={squad['dev']}"),
+    } | {
+        task: (f"task.train={path}/train.shared.tsv.gz", f"task.validation.dev={path}/dev.shared.tsv")
+        for task, path in folders.items()
     }
 
 
@@ -151,10 +171,10 @@ def run_one(name: str, task: str, kind: str, seed: int, bert: Path, data: tuple[
         f"from_scratch={str(kind == 'from_scratch').lower()}",
         f"global_batch_size={case.batch}",
         f"micro_batch_size={case.batch}",
-        *case.overrides,
         *PLAIN,
+        *case.overrides,
         "trainer.score_every_epoch=false",
-        "trainer.save=false",
+        f"trainer.save={str(kind == 'pretrained' and seed == SEEDS[0]).lower()}",  # to be published
         "trainer.num_threads=1",
         f"cache_dir={outputs / 'cache'}",
         f"hydra.run.dir={outputs / name}",
@@ -168,19 +188,23 @@ def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     """Medians of both kinds, their difference, and two standard errors of the difference.
 
     `se_seeds` is from the spread over seeds, for the difference of two means. `se_examples` is from the number of
-    scored examples, for the difference of two single scores, with p (1 - p) as an upper bound of the variance.
+    scored examples, for the difference of two single scores, with p (1 - p) as an upper bound of the variance of an
+    accuracy, and (1 - r^2)^2 for a correlation.
     """
     scores = {kind: [run["metrics"][case.metric]["value"] for run in runs[kind]] for kind in KINDS}
     medians = {kind: statistics.median(values) for kind, values in scores.items()}
     seeds = sum(statistics.variance(values) / len(values) for values in scores.values()) ** 0.5
     sets = runs["pretrained"][0]["config"]["sets"]
     count = sum(size["examples"] for name, size in sets.items() if name != "train")  # scored
-    examples = sum(value * (100 - value) / count for value in medians.values()) ** 0.5
+    is_correlation = case.metric.endswith(("matthews", "pearson"))
+    spreads = [(100 - v * v / 100) ** 2 if is_correlation else v * (100 - v) for v in medians.values()]
+    examples = sum(spread / count for spread in spreads) ** 0.5
     difference = medians["pretrained"] - medians["from_scratch"]
     times = [run["metrics"]["train_time"]["value"] for run in runs["pretrained"] + runs["from_scratch"]]
     found = {f"{kind}/median": (value, "%") for kind, value in medians.items()}
     found |= {f"{kind}/lowest": (min(values), "%") for kind, values in scores.items()}
     found |= {f"{kind}/highest": (max(values), "%") for kind, values in scores.items()}
+    found |= {} if case.majority is None else {"majority": (case.majority, "%")}
     found |= {"floor": (case.floor, "%"), "scored": (count, "examples"), "longest_training": (max(times), "s")}
     found |= {"difference": (difference, "points"), "se_seeds": (seeds, "points"), "se_examples": (examples, "points")}
     return {name: {"value": value, "unit": unit} for name, (value, unit) in found.items()}
