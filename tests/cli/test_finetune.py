@@ -123,6 +123,23 @@ def test_a_stopped_sweep_continues_with_the_same_command(places) -> None:
     assert "must be a folder without the record of another run" in refuse(script, *command[1:]).stderr
 
 
+def test_a_job_that_fails_does_not_end_the_sweep(places) -> None:
+    folder, overrides = places
+    (folder / "bad.tsv").write_text("id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n1\t0\t0\tcat\tdog\t7\n")
+    good = overrides[2].partition("=")[2]
+    sweep, diverges = folder / "goes_on", "optimizer.lr=1e-3,1e30"
+    command = ("run.py", "-m", *overrides, f"task.train={folder / 'bad.tsv'},{good}", diverges, "trainer.save=false")
+    done = run_script(*command, "trainer.max_skipped_steps=1", f"hydra.sweep.dir={sweep}")
+    assert done.returncode == 2, done.stderr  # that of the first
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [line.partition(" (")[0] for line in errors[:2]] == [f"error: job {n} of the sweep" for n in (0, 1)]
+    assert "line 2: `is_duplicate` must be one of 0, 1, but is '7'" in errors[0]
+    assert "the training has diverged" in errors[2] or "not finite" in errors[2]
+    assert errors[-1].startswith("error: 3 jobs failed: job 0 of the sweep (") and errors[-1].count("job ") == 3
+    assert [path.parent.name for path in sweep.glob("*/record.json")] == ["2"]
+    assert "1 run, best qqp/accuracy first" in done.stdout and "Traceback" not in done.stderr
+
+
 def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:
     """The guide's task from files: a table with two texts and JSON lines with one; then like every other task."""
     folder, overrides = places
@@ -221,7 +238,7 @@ def test_the_other_scripts_name_what_is_missing(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("size", ["336m", "1.3b", "3.9b"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ["mnli", "qqp", *TASKS])
 def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> None:
     values = composed("finetune", f"task={task}", f"size={size}", "ckpt=x")
     run = FinetuneConfig.from_dict({**values, "run_dir": "/somewhere"})
@@ -237,7 +254,23 @@ def test_every_task_composes_with_every_row_of_table_6(task: str, size: str) -> 
     assert run.task.name == task and run.to_dict()["task"]["by_size"][size]["lr"] == row[1]
 
 
-@pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5)])
+def test_the_other_tasks_of_glue_have_the_settings_of_roberta_large(tmp_path) -> None:
+    """Batch, epochs, rate and warm-up of fairseq's examples/roberta/README.glue.md."""
+    table = {"cola": (16, 1e-5), "sst2": (32, 1e-5), "mrpc": (16, 1e-5), "stsb": (16, 2e-5), "qnli": (32, 1e-5)}
+    for task, (batch, rate) in (table | {"rte": (16, 2e-5), "wnli": (16, 2e-5)}).items():
+        run = FinetuneConfig.from_dict(composed("finetune", f"task={task}", "ckpt=x") | {"run_dir": "/somewhere"})
+        found = run.global_batch_size, run.optimizer.lr, run.trainer.num_epochs, run.trainer.warmup_fraction
+        assert found == (batch, rate, 10, 0.06), task
+        done = refuse(REPOSITORY / "finetune" / "run.py", f"task={task}", "size=1.3b", "ckpt=x", cwd=tmp_path)
+        assert (
+            done.returncode == 2 and "; or give global_batch_size, optimizer.lr and trainer.num_epochs" in done.stderr
+        )
+    given = "size=1.3b", "global_batch_size=32", "optimizer.lr=2e-5", "trainer.num_epochs=3"
+    run = FinetuneConfig.from_dict(composed("finetune", "task=rte", *given, "ckpt=x") | {"run_dir": "/somewhere"})
+    assert (run.global_batch_size, run.trainer.warmup_fraction) == (32, 0.065)
+
+
+@pytest.mark.parametrize("sweep, jobs", [("finetune_search", 25), ("five_seeds", 5), ("glue", 9)])
 def test_sweeps_are_grids_of_the_protocol(sweep: str, jobs: int) -> None:
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
         swept = compose("finetune", [f"sweep={sweep}", "ckpt=x"], return_hydra_config=True)

@@ -132,6 +132,10 @@ def _choose_layout(task: TaskConfig, source: str, header: list[str | int]) -> La
     ]
     missing = [sum(column not in header for column in columns) for columns in needed]
     best = missing.index(min(missing))
+    numbers = [column for column in needed[best] if isinstance(column, int)]
+    if missing[best] and numbers:
+        rule = f"at least {max(numbers) + 1} columns or a line of their names"
+        raise ValueError(f"{source} must have {rule}, but has {len(header)}")
     check_columns(source, header, needed[best])
     return task.layouts[best]
 
