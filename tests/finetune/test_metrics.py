@@ -32,7 +32,7 @@ def test_scores_of_classes_equal_those_of_scikit_learn() -> None:
                 "matthews": sklearn.metrics.matthews_corrcoef(labels, found),
             }
         for name, value in expected.items():
-            assert METRICS[name](found, labels) == pytest.approx(100 * value, abs=1e-10), (name, found, labels)
+            assert METRICS[name](found, labels) == pytest.approx(100 * value, rel=1e-12, abs=1e-10), (name, found, labels)
 
 
 def test_scores_of_numbers_equal_those_of_scipy() -> None:
@@ -47,5 +47,5 @@ def test_scores_of_numbers_equal_those_of_scipy() -> None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 theirs = 100 * function(found, labels).statistic
-            assert (math.isnan(ours) and math.isnan(theirs)) or ours == pytest.approx(theirs, abs=1e-10)
+            assert (math.isnan(ours) and math.isnan(theirs)) or ours == pytest.approx(theirs, rel=1e-12, abs=1e-10)
     assert math.isnan(METRICS["pearson"]([1.0], [2.0])) and math.isnan(METRICS["spearman"]([1.0], [2.0]))
