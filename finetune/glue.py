@@ -12,6 +12,7 @@ import sys
 from lmscale.cli.errors import one_line_errors
 from lmscale.config.finetune import GLUE
 from lmscale.finetune.glue import DEV_ROWS, TEST_ROWS, TaskScore, read_scores, write_submission
+from lmscale.finetune.protocol import shown
 from lmscale.results import existing_path
 
 
@@ -24,11 +25,6 @@ def row_of(task: str, found: TaskScore) -> str:
     if found.num_examples != DEV_ROWS[task]:
         about.append(f"{found.num_examples:,} of {DEV_ROWS[task]:,} examples")
     return f"{GLUE[task]:<6} {shown(found.score):>9}  {', '.join(about)}"
-
-
-def shown(score: float) -> str:
-    """A score, or that it is undefined."""
-    return f"{score:.2f}" if math.isfinite(score) else "undefined"
 
 
 @one_line_errors()

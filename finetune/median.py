@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from lmscale.cli.errors import one_line_errors
-from lmscale.finetune.protocol import read_settings
+from lmscale.finetune.protocol import read_settings, shown
 from lmscale.results import existing_path
 
 
@@ -24,8 +24,8 @@ def main() -> int:
     settings = read_settings(options.folder, options.metric)
     for setting in settings:
         values = " ".join(f"{key}={value}" for key, value in setting.differing.items()) or "one setting"
-        scores = ", ".join(f"{score:.2f}" for score in sorted(setting.scores.values()))
-        print(f"{setting.median:.2f}  {values}  of {len(setting.scores)}: {scores}  median: {setting.median_run}")
+        scores = ", ".join(map(shown, sorted(setting.scores.values())))
+        print(f"{shown(setting.median)}  {values}  of {len(setting.scores)}: {scores}  median: {setting.median_run}")
     return 0
 
 

@@ -214,6 +214,15 @@ def test_a_search_is_sorted_by_the_median_of_each_setting(tmp_path) -> None:
     assert [(s.differing["optimizer.lr"], s.median) for s in settings] == [(3e-5, 80.0), (1e-5, 71.0), (5e-5, 20.0)]
 
 
+def test_an_undefined_score_is_the_lowest(tmp_path, repository, capsys, monkeypatch) -> None:
+    for seed, accuracy in ((1, 80.0), (2, None), (3, 70.0)):
+        record(tmp_path / str(seed), seed, accuracy)
+    monkeypatch.setattr("sys.argv", ["median.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(repository / "finetune" / "median.py"), run_name="__main__")
+    assert capsys.readouterr().out.startswith("70.00  one setting  of 3: undefined, 70.00, 80.00  median: ")
+
+
 def test_runs_of_different_tasks_or_equal_seeds_raise(tmp_path) -> None:
     with pytest.raises(ValueError, match="must have records of finetunings"):
         read_settings(tmp_path)

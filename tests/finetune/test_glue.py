@@ -14,6 +14,7 @@ from finetune_runs import make_checkpoint, make_run, read_record, run_here
 from finetuning import make_task, make_tokenizer, write_task
 
 from lmscale.config.finetune import GLUE, FinetuneConfig, TaskConfig
+from lmscale.finetune import sources
 from lmscale.finetune.ensembling import ensemble
 from lmscale.finetune.examples import PairExample
 from lmscale.finetune.glue import TEST_ROWS, TEST_SETS, read_scores, write_submission
@@ -133,6 +134,18 @@ def test_a_folder_replaces_the_splits_of_the_hub(tmp_path) -> None:
     assert (hub.train, hub.test) == ("hub:train", {"test": "hub:test"})
     assert task_of("mnli", "task.submit=true").test["ax"] == "hub:ax/test"
     assert TaskConfig(**vars(mnli)).located() == mnli  # as a record builds it again
+
+
+def test_the_diagnostic_set_is_in_another_subset_of_the_hub(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(sources, "load_dataset", lambda *words: asked.append(words))
+    task = task_of("mnli")
+    for place in ("hub:ax/test", "hub:test_matched"):
+        sources.load_hub(task, place)
+    assert asked == [
+        ("task.hub_name", "nyu-mll/glue", "ax", "test"),
+        ("task.hub_name", "nyu-mll/glue", "mnli", "test_matched"),
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,11 @@ def test_scores_of_classes_equal_those_of_scikit_learn() -> None:
                 "matthews": sklearn.metrics.matthews_corrcoef(labels, found),
             }
         for name, value in expected.items():
-            assert METRICS[name](found, labels) == pytest.approx(100 * value, rel=1e-12, abs=1e-10), (name, found, labels)
+            assert METRICS[name](found, labels) == pytest.approx(100 * value, rel=1e-12, abs=1e-10), (
+                name,
+                found,
+                labels,
+            )
 
 
 def test_scores_of_numbers_equal_those_of_scipy() -> None:

@@ -101,6 +101,11 @@ def score_of(record: dict[str, Any], metric: str) -> float:
     return -math.inf if value is None else value
 
 
+def shown(score: float) -> str:
+    """A score of a table, or that it is undefined."""
+    return f"{score:.2f}" if math.isfinite(score) else "undefined"
+
+
 def _task_of(record: dict[str, Any]) -> dict[str, Any] | None:
     """Return the task of a finetuning's record; None for other records."""
     config = record.get("config")

@@ -93,7 +93,7 @@ def _rows(task: TaskConfig, place: str, report: RowReport) -> Iterator[tuple[str
         layout = _choose_layout(task, source, table.column_names)
         names = getattr(table.features.get(layout.get("label")), "names", None) or []
         order = layout.get("classes") or task.labels or []
-        has_names = sorted(names) == sorted(order)
+        has_names = names != [] and sorted(names) == sorted(order)
         for number, row in enumerate(table):
             if has_names and type(row[layout["label"]]) is int and row[layout["label"]] >= 0:
                 row |= {layout["label"]: order.index(names[row[layout["label"]]])}
