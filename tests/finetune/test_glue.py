@@ -117,6 +117,20 @@ def test_a_file_of_another_form_is_refused_with_its_row(tmp_path, task, lines, m
     assert "dev.tsv" in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_number_of_json_that_is_too_large_is_refused(tmp_path) -> None:
+    path = tmp_path / "dev.jsonl"
+    path.write_text('{"index": 0, "sentence1": "a", "sentence2": "b", "score": 1' + "0" * 400 + "}")
+    with pytest.raises(ValueError, match="line 1: `score` must be a number from 0 to 5, but is 1000"):
+        read_examples(make_task("stsb"), str(path))
+
+
+def test_an_empty_text_of_glue_is_kept_and_counted(tmp_path) -> None:
+    path = tmp_path / "dev.tsv"
+    path.write_text("sentence\tlabel\na\t1\n \t0\n")
+    examples, report = read_examples(make_task("sst2"), str(path))
+    assert len(examples) == 2 and report.notes() == ["1 row kept, an empty text: line 3"]
+
+
 def test_a_folder_replaces_the_splits_of_the_hub(tmp_path) -> None:
     for name in ("RTE", "MNLI", "CoLA"):
         (tmp_path / name).mkdir()

@@ -394,6 +394,9 @@ def test_the_classes_of_the_hub_may_have_any_order(monkeypatch) -> None:
     own_task = replace(make_task("mnli"), name="mine", columns=own, labels=["x", "y", "z"])
     assert labels_of(own_task, ["z", "x", "y"], NLI) == [2, 0, 1]
     assert labels_of(own_task, ["a", "b", "c"], NLI) == [0, 1, 2]  # the hub's names are others
+    assert labels_of(own_task, ["y", "x"], NLI) == [1, 0]
+    with pytest.raises(ValueError, match="row 2: `label` must be one of x, y, z, 0, 1, 2, -1, but is 'w'"):
+        labels_of(own_task, ["y", "x", "w"], NLI)
 
 
 def test_a_data_set_that_the_hub_does_not_have_is_named() -> None:

@@ -28,7 +28,7 @@ from .scoring import metric_names
 from .sources import fingerprint, is_on_hub
 from .tasks import benchmark_of, read_examples
 
-FEATURES_VERSION = 7  # incremented when the same rows give other features or notes
+FEATURES_VERSION = 8  # incremented when the same rows give other features or notes
 _SETTINGS = ("name", "max_seq_length", "max_qa_length", "doc_stride", "max_query_length")
 _SETTINGS += ("columns", "labels", "value_range", "skip_broken")
 

@@ -18,12 +18,12 @@ _NUMBER = re.compile(r"[-+]?[0-9.]+")
 
 
 def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExample]:
-    """Read rows of a tab-separated file without quoting, of JSON lines (`.jsonl`), or of a hub split; either file may
-    be packed as .gz or .zst.
+    """Read the rows of a tab-separated file without quoting, of JSON lines (`.jsonl`), or of a hub split; a file may be
+    packed as .gz or .zst.
 
-    A class is a name of `task.labels`, or its index, where -1 means unknown; where the hub names its classes, they may
-    be in any order. If a name is a number other than its index, labels are given by name only, as in the files of GLUE.
-    Rows have no label if the column is missing or a JSON value is null.
+    A label is a name of `task.labels` or its index; -1 means unknown. The hub's class names count, in any order, if one
+    of them is a label; otherwise its numbers do. If a name is a number other than its own index, only names are
+    accepted, as in GLUE's files. A row has no label if the column is missing or its JSON value is null.
     """
     read_label = partial(_number, task) if task.labels is None else partial(_class, _classes(task), task)
     examples = []
@@ -43,7 +43,7 @@ def read_table(task: TaskConfig, place: str, report: RowReport) -> list[PairExam
             id_column = layout.get("id")
             name = str(number) if id_column is None else report.read_id(row[id_column], id_column, where)
             if name is not None:
-                if is_blank and task.skip_broken:
+                if is_blank:
                     report.note("kept", "an empty text", where)
                 examples.append(PairExample(name, texts[0], texts[1] if len(texts) > 1 else None, known))
     return examples
@@ -78,7 +78,7 @@ def _number(task: TaskConfig, label: Any, layout: Layout) -> tuple[str | None, f
     low, high = task.value_range
     try:
         value = float(label) if type(label) is not bool else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = None
     if value == -1 < low:  # as the hub marks an unknown one
         return None, None
@@ -93,10 +93,11 @@ def _rows(task: TaskConfig, place: str, report: RowReport) -> Iterator[tuple[str
         layout = _choose_layout(task, source, table.column_names)
         names = getattr(table.features.get(layout.get("label")), "names", None) or []
         order = layout.get("classes") or task.labels or []
-        has_names = names != [] and sorted(names) == sorted(order)
+        is_named = not set(names).isdisjoint(order)
         for number, row in enumerate(table):
-            if has_names and type(row[layout["label"]]) is int and row[layout["label"]] >= 0:
-                row |= {layout["label"]: order.index(names[row[layout["label"]]])}
+            if is_named and type(row[layout["label"]]) is int and row[layout["label"]] >= 0:
+                name = names[row[layout["label"]]]
+                row |= {layout["label"]: order.index(name) if name in order else name}
             yield f"row {number}", layout, row
     elif place.removesuffix(packing_of(place)).endswith(".jsonl"):
         for where, row in jsonl_rows(Path(place)):
