@@ -144,6 +144,8 @@ def test_a_folder_replaces_the_splits_of_the_hub(tmp_path) -> None:
     names = {"test_matched": "test_matched", "test_mismatched": "test_mismatched", "ax": "diagnostic"}
     assert mnli.test == {name: f"{tmp_path}/MNLI/{file}.tsv" for name, file in names.items()} | {"x": "y"}
     assert mnli.validation["mismatched"] == f"{tmp_path}/MNLI/dev_mismatched.tsv"
+    one = task_of("mnli", "task.submit=true", "task.validation.mismatched=null", "+task.validation.own=FILE")
+    assert [*one.test] == ["test_matched", "test_mismatched", "ax"]  # GLUE's, whatever is validated on
     hub = task_of("stsb", "task.path={rte: elsewhere}", "task.submit=true")
     assert (hub.train, hub.test) == ("hub:train", {"test": "hub:test"})
     assert task_of("mnli", "task.submit=true").test["ax"] == "hub:ax/test"

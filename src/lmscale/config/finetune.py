@@ -151,7 +151,7 @@ class TaskConfig(Checked):
         """The task with the test sets of a submission, and files of GLUE in place of splits of the hub."""
         test = dict(self.test)
         if self.submit:  # in the words of the hub
-            names = ["test" if name == "dev" else f"test_{name}" for name in self.chosen_on()]
+            names = ["test_matched", "test_mismatched"] if self.name == "mnli" else ["test"]
             test = {name: f"hub:{name}" for name in names} | test
             test |= {"ax": "hub:ax/test"} if self.name == "mnli" else {}
         by_task = isinstance(self.path, dict)
