@@ -119,7 +119,7 @@ class TaskConfig(Checked):
     def _check_table(self) -> None:
         if not re.fullmatch("[a-z0-9_]+", self.name):
             raise ValueError(f"`name` must be of small letters, digits and underscores, but is {self.name!r}")
-        for layout in self.layouts:
+        for layout in self.layouts or [{}]:
             _check_layout(layout)
         if (self.labels is None) == (self.value_range is None):
             raise ValueError(
@@ -128,6 +128,8 @@ class TaskConfig(Checked):
         if self.labels is not None and len(set(filter(is_line, self.labels))) < max(2, len(self.labels)):
             rule = "at least two texts, each once on one line without tabs"
             raise ValueError(f"`labels` must be {rule}, but are {self.labels}")
+        for layout in self.layouts:
+            _check_classes(layout.get("classes"), self.labels or [])
         if self.value_range is not None:
             numbers = [value for value in self.value_range if type(value) in (int, float) and math.isfinite(value)]
             is_range = len(numbers) == len(self.value_range) == 2 and numbers[0] < numbers[1]
@@ -136,7 +138,7 @@ class TaskConfig(Checked):
         known = [name for name in known if name != "f1" or len(self.labels) == 2]
         found = self.metrics or known[:1]
         rule = f"of {', '.join(known)}, each once"
-        require(self, "metrics", rule, len(set(found)) == len(found) and all(name in known for name in found))
+        require(self, "metrics", rule, len(found) == sum(name in found for name in known))
 
     @property
     def layouts(self) -> list[dict[str, str | int | None]]:
@@ -179,9 +181,18 @@ def _check_layout(layout: Any) -> None:
         found = ", ".join(map(str, layout)) or "none"
         raise ValueError(f"`columns` must be given for {', '.join(TABLE_COLUMNS)}, but are for {found}")
     named = [layout[key] for key in TABLE_COLUMNS if layout.get(key) is not None]
-    is_column = [isinstance(name, str) or (type(name) is int and name >= 0) for name in named]
-    if len(set(named)) < len(named) or not all(is_column) or layout["first"] is None:
-        raise ValueError(f"`columns` must be names or numbers, each once, with a `first` text, but are {layout}")
+    are_columns = all(isinstance(name, str) for name in named) or all(type(name) is int and name >= 0 for name in named)
+    if not are_columns or len(set(named)) < len(named) or layout["first"] is None:
+        rule = "all names or all numbers, each once, with a `first` text"
+        raise ValueError(f"`columns` must be {rule}, but are {layout}")
+
+
+def _check_classes(classes: Any, labels: list[str]) -> None:
+    names = classes if isinstance(classes, list) and all(isinstance(name, str) for name in classes) else []
+    are_as_many = len(set(names)) == len(names) == len(labels)
+    if classes is not None and not (are_as_many and len(set(names) & set(labels)) in (0, len(labels))):
+        rule = "as many names as `labels`, each once, and all of them labels or none"
+        raise ValueError(f"`classes` of `columns` must be {rule}, but are {classes!r}")
 
 
 def objective_of(task: Mapping[str, Any]) -> str:

@@ -178,11 +178,12 @@ def _check_labels(job: FinetuneJob) -> None:
     run, task, sets = job.run, job.run.task, job.scored_features()
     must_have = {f"task.validation.{name}": sets[name] for name in task.chosen_on()}
     must_have |= {"task.train": job.training_features()} if job.train is not None else {}
+    places = {f"task.validation.{name}": place for name, place in task.validation.items()} | {"task.train": task.train}
     for key, features in must_have.items():
         if not features.is_labelled:
             columns = {layout.get("label") for layout in task.layouts if layout.get("label") is not None}
             where = f", in the column {' or '.join(sorted(map(str, columns)))}" if columns else ""
-            raise ValueError(f"`{key}` must have a label for every example{where}, but lacks labels")
+            raise ValueError(f"`{key}` must have a label for every example{where}, but {places[key]} has none")
     if task.name == "squad_v2" and not task.chosen_on() and task.null_threshold is None:
         raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
     if run.objective is not None:

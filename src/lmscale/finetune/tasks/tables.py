@@ -1,7 +1,7 @@
 """Tables of one or two texts with a class or a number: GLUE's tasks, and a user's own."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ def _has_header(task: TaskConfig, cells: list[str]) -> bool:
     return all(isinstance(column, str | None) for column in columns) or not columns.isdisjoint(cells)
 
 
-def _choose_layout(task: TaskConfig, source: str, header: list[str | int]) -> Layout:
+def _choose_layout(task: TaskConfig, source: str, header: Sequence[str | int]) -> Layout:
     """The first layout that a table has; of one layout, the column of labels may be missing.
 
     Raises:
@@ -133,9 +133,8 @@ def _choose_layout(task: TaskConfig, source: str, header: list[str | int]) -> La
     ]
     missing = [sum(column not in header for column in columns) for columns in needed]
     best = missing.index(min(missing))
-    numbers = [column for column in needed[best] if isinstance(column, int)]
-    if missing[best] and numbers:
-        rule = f"at least {max(numbers) + 1} columns or a line of their names"
+    if missing[best] and isinstance(header, range) and isinstance(needed[best][0], int):
+        rule = f"at least {max(needed[best]) + 1} columns or a line of their names"
         raise ValueError(f"{source} must have {rule}, but has {len(header)}")
     check_columns(source, header, needed[best])
     return task.layouts[best]
