@@ -370,9 +370,12 @@ def test_a_tokenizer_of_the_other_family_raises(tmp_path) -> None:
 
 def test_a_nan_likelihood_raises_with_its_line(tmp_path) -> None:
     task, model = task_of(write_pairs(tmp_path / "pairs"), "bert"), random_model(config_of("bert"), PLAIN).eval()
+    longest = max(task.sentences, key=len)
     with torch.no_grad():
-        model.lm_head.bias[3] = float("nan")
-    with pytest.raises(ValueError, match=r"every sentence must be a number, but that of one of .*jsonl line 1 is nan"):
+        model.transformer.position_embedding[len(longest) + 1] = float("nan")  # that of its [SEP]
+    where = task.sentences[longest]
+    assert where != task.sentences[task.items[0][0]]
+    with pytest.raises(ValueError, match=rf"every sentence must be a number, but that of one of {where} is nan$"):
         task.score(model, 100)
 
 

@@ -1,12 +1,17 @@
-"""EleutherAI's lm_eval accepts an exported model and finds our answers, row by row.
+"""EleutherAI's lm_eval accepts an exported model and finds our answers, row by row, by the command of
+docs/guides/lm_eval.md.
 
 lm_eval is in an extra of its own, or in a folder (`pip install --target`) that LMSCALE_LM_EVAL names.
 It is looked up behind the environment's own packages. CONTRIBUTING.md has the commands.
 """
 
+import gzip
 import importlib.util
+import itertools
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +22,9 @@ from crafted import predict_last_words, save_gpt
 
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
+from lmscale.config.zero_shot import BlimpConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
+from lmscale.evaluation.blimp import SENTENCES, Blimp
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
 from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.scoring import last_places
@@ -27,31 +34,8 @@ from lmscale.parallel import ParallelContext, vocab_parallel_logits
 from lmscale.text.whole_file import read_text_file
 
 NUM_LEARNT, ENOUGH_RIGHT = 96, 80
-TASK = """
-task: lambada_local
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {path}}}}}
-output_type: loglikelihood
-test_split: test
-doc_to_text: "{{{{text.split(' ')[:-1]|join(' ')}}}}"
-doc_to_target: "{{{{' '+text.split(' ')[-1]}}}}"
-metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
-"""
-SCRIPT = """
-import json, os, sys
-sys.path.append(sys.argv[1])
-import lm_eval
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
-model = HFLM(pretrained=sys.argv[2], device="cpu", dtype="float32", batch_size=16)
-tasks = TaskManager(include_path=sys.argv[3], include_defaults=False)
-found = lm_eval.simple_evaluate(
-    model=model, tasks=["lambada_local"], task_manager=tasks, log_samples=True, bootstrap_iters=0
-)
-answers = [(s["doc_id"], *s["filtered_resps"][0]) for s in found["samples"]["lambada_local"]]
-with open(sys.argv[4], "w") as file:
-    json.dump([(row, float(likelihood), str(greedy) == "True") for row, likelihood, greedy in answers], file)
-"""
+UIDS, NUM_PAIRS = ("adjunct_island", "animate_subject_trans", "only_npi_scope"), 60
+SCRIPT = "import sys; sys.path.append(sys.argv.pop(1)); from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
 
 
 @pytest.fixture(scope="module")
@@ -93,31 +77,108 @@ def crafted_checkpoint(folder: Path, tokenizer: Tokenizer, passages: list[Passag
     return save_gpt(folder, model, tokenizer, tp_size=2)
 
 
-@pytest.mark.slow
-def test_lm_eval_gives_the_same_likelihoods_and_words(shared_data, tmp_path, lm_eval_folder) -> None:
-    path = shared_data / "lambada" / "lambada_test.shared.jsonl"
-    tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
-    file = read_text_file(path, "task.path")
-    passages = encode_passages(read_passages(file, "openai"), tokenizer)
-    checkpoint = crafted_checkpoint(tmp_path / "ours", tokenizer, passages)
-    published = export_hugging_face(checkpoint, tmp_path / "published")
-    ours = predict_last_words(load_model(checkpoint, ParallelContext()).model, passages, 8192)
-    assert sum(answer.right for answer in ours) >= 50
+def page_fences(repository: Path) -> tuple[dict[str, str], list[str]]:
+    """The task files of docs/guides/lm_eval.md by name, and the words of its command."""
+    text = (repository / "docs" / "guides" / "lm_eval.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"^```yaml outputs/lm_eval_tasks/(\w+)\.yaml\n(.*?)^```$", text, re.S | re.M))
+    return files, shlex.split(re.search(r"^lm_eval (.*)$", text, re.M)[1])
 
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "lambada_local.yaml").write_text(TASK.format(path=json.dumps(str(path))))
+
+@pytest.fixture(scope="module")
+def tokenizer(shared_data) -> Tokenizer:
+    return load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
+
+
+@pytest.fixture(scope="module")
+def lambada(shared_data) -> Path:
+    return shared_data / "lambada" / "lambada_test.shared.jsonl"
+
+
+@pytest.fixture(scope="module")
+def models(lambada, tokenizer, tmp_path_factory) -> tuple[Path, Path]:
+    """A GPT as our checkpoint, and its export."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    passages = encode_passages(read_passages(read_text_file(lambada, "task.path"), "openai"), tokenizer)
+    checkpoint = crafted_checkpoint(folder / "ours", tokenizer, passages)
+    return checkpoint, export_hugging_face(checkpoint, folder / "published")
+
+
+def samples(words: list[str], tasks: dict[str, tuple[str, Path]], published: Path, lm_eval: str, folder: Path) -> dict:
+    """Run the page's command on our model with these tasks, (file, data) by name; returns its samples by task."""
+    (folder / "tasks").mkdir()
+    for name, (text, data) in tasks.items():
+        text = re.sub(r"outputs/lm_eval_data/\w+\.jsonl", json.dumps(str(data)), text)
+        (folder / "tasks" / f"{name}.yaml").write_text(re.sub(r"^task: .*", f"task: {name}", text))
+    own = {"--include_path": folder / "tasks", "--output_path": folder / "out", "--tasks": ",".join(tasks)}
+    own["--model_args"] = f"pretrained={published},dtype=float32"
+    words = [str(own.get(before, word)) for before, word in itertools.pairwise(["", *words])]
     offline = {name: "1" for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")}
-    command = [sys.executable, "-c", SCRIPT, lm_eval_folder, published, tmp_path / "tasks", tmp_path / "answers.json"]
-    caches = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    run = subprocess.run(command, env=os.environ | offline | caches, capture_output=True, text=True, timeout=3000)
+    environment = os.environ | offline | {"HF_DATASETS_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-c", SCRIPT, lm_eval, *words]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert run.returncode == 0, run.stderr
-    theirs = json.loads((tmp_path / "answers.json").read_text())
+    found = {}
+    for name in tasks:
+        (file,) = (folder / "out").rglob(f"samples_{name}_*.jsonl")
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        found[name] = sorted(rows, key=lambda row: row["doc_id"])
+    return found
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_same_likelihoods_and_words(
+    repository, lambada, tokenizer, models, lm_eval_folder, tmp_path
+) -> None:
+    file = read_text_file(lambada, "task.path")
+    passages = encode_passages(read_passages(file, "openai"), tokenizer)
+    ours = predict_last_words(load_model(models[0], ParallelContext()).model, passages, 8192)
+    assert sum(answer.right for answer in ours) >= 50
+    files, words = page_fences(repository)
+    tasks = {"lambada_local": (files["lambada_local"], lambada)}
+    found = samples(words, tasks, models[1], lm_eval_folder, tmp_path)["lambada_local"]
+    theirs = [(float(likelihood), greedy == "True") for row in found for likelihood, greedy in row["filtered_resps"]]
 
     whole = tokenizer.encode_batch([json.loads(line)["text"] for line in file.text.splitlines()])
     alike = [[*p.context, *p.word] == ids for p, ids in zip(passages, whole, strict=True)]
     assert len(theirs) == 2577 and alike.count(False) == 2  # lm_eval cuts the tokens of the whole text
-    for row, likelihood, greedy in theirs:
+    for row, (likelihood, greedy) in enumerate(theirs):
         if alike[row]:
             assert ours[row].log_likelihood == pytest.approx(likelihood, abs=1e-3), row
             assert ours[row].right == greedy, row
-    assert sum(greedy for _, _, greedy in theirs) >= 50
+    assert sum(greedy for _, greedy in theirs) >= 50
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_same_likelihoods_of_minimal_pairs_but_counts_ties_as_right(
+    shared_data, repository, tokenizer, models, lm_eval_folder, tmp_path
+) -> None:
+    """The last task has no `target_delimiter`: lm_eval then puts a space before each sentence."""
+    model, ours = load_model(models[0], ParallelContext()).model, {}
+    files, words = page_fences(repository)
+    tasks = {}
+    for uid in UIDS:
+        with gzip.open(shared_data / "blimp" / "pairs" / f"{uid}.jsonl.gz", "rt", encoding="utf-8") as lines:
+            tasks[uid] = [json.loads(line) for line in itertools.islice(lines, NUM_PAIRS)]
+    first = tasks[UIDS[0]]
+    tasks["tie"] = [first[0] | {"UID": "tie", "sentence_bad": first[0]["sentence_good"]}]
+    tasks["spaces"] = [row | {"UID": "spaces"} | {name: f" {row[name]}" for name in SENTENCES} for row in first]
+    for name, rows in tasks.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = Blimp.read(BlimpConfig("blimp", str(file)), tokenizer).for_model(model.config)
+        ours[name] = task.answers(task.score(model, 8192))
+        tasks[name] = files["blimp_local"], file
+    own = files["blimp_local"].replace('target_delimiter: ""\n', "")
+    tasks["spaces"] = own, tmp_path / f"{UIDS[0]}.jsonl"
+    found, kinds = samples(words, tasks, models[1], lm_eval_folder, tmp_path), set()
+    for name in tasks:
+        for answer, row in zip(ours[name], found[name], strict=True):
+            good, bad = (float(likelihood) for likelihood, _ in row["filtered_resps"])
+            assert answer.pair_id == row["doc"]["pairID"]
+            assert (answer.good, answer.bad) == (pytest.approx(good, abs=1e-4), pytest.approx(bad, abs=1e-4))
+            if name == "tie":
+                assert (answer.right, row["acc"]) == (False, 1.0)
+            else:
+                assert answer.right == (row["acc"] == 1.0)
+                kinds.add(answer.right)
+    assert kinds == {True, False}
