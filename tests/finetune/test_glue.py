@@ -324,7 +324,7 @@ def test_what_is_missing_is_said(tmp_path, repository, capsys, monkeypatch) -> N
 @pytest.mark.parametrize(
     ("task", "edit", "problem"),
     [
-        ("rte", lambda rows: rows[:-1], "GLUE's test set has 3,000 rows, but this file 2,999"),
+        ("rte", lambda rows: rows[:-1], "must have 3,000 rows, as GLUE's test set, but has 2,999"),
         ("rte", lambda rows: [*rows, rows[-1]], "line 3002 must have the index 3000, but has '2999'"),
         ("rte", lambda rows: ["index\tlabel", *rows[1:]], "line 1 must be index and prediction, but is index, label"),
         (
@@ -343,7 +343,30 @@ def test_a_file_that_glue_would_not_take_is_left_out_with_the_reason(tmp_path, t
     path = run / "predictions/test" / f"{GLUE[task]}.tsv"
     path.write_text("\n".join(edit(path.read_text().splitlines())) + "\n")
     problems = write_submission(read_scores(tmp_path), tmp_path / "submission.zip")
-    assert problems[path.name] == f"{path}: {problem}" and not (tmp_path / "submission.zip").exists()
+    assert problems[path.name] == f"{path} {problem}" and not (tmp_path / "submission.zip").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"index\tindex\n"])
+def test_a_damaged_file_of_predictions_is_left_out(tmp_path, content: bytes) -> None:
+    path = make_finetuning(tmp_path, "rte", 1, ONE) / "predictions/test/RTE.tsv"
+    path.write_bytes(content)
+    make_finetuning(tmp_path, "wnli", 1, ONE)
+    problems = write_submission(read_scores(tmp_path), tmp_path / "submission.zip")
+    assert problems["RTE.tsv"].startswith(f"{path} must ") and "WNLI.tsv" not in problems
+
+
+def test_a_submission_stays_until_the_next_is_complete(tmp_path, monkeypatch) -> None:
+    make_finetuning(tmp_path, "rte", 1, ONE)
+    target = tmp_path / "submission.zip"
+    target.write_bytes(b"earlier")
+
+    def fill_disk(*args) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(zipfile.ZipFile, "write", fill_disk)
+    with pytest.raises(ValueError, match="the submission must be written to a folder with free space, but No space"):
+        write_submission(read_scores(tmp_path), target)
+    assert target.read_bytes() == b"earlier" and not [*tmp_path.glob("*.unfinished*"), *tmp_path.glob(".*")]
 
 
 def test_the_best_setting_of_a_task_counts(tmp_path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.finetune import GLUE
+from ..shared_files import replacing
 from ..text.tables import tsv_rows
 from .protocol import Setting, read_runs, score_of, settings_of
 
@@ -65,6 +66,7 @@ def read_scores(folder: Path) -> dict[str, TaskScore]:
         runs = runs_of[task]
         settings = settings_of(runs)
         best, config = settings[0], runs[settings[0].median_run]["config"]
+        sets = config.get("sets", {})
         names = [f"{task}/{name}" for name in METRICS.get(task, ["accuracy"])]
         lacking = [name for name in names if name not in runs[best.median_run]["metrics"]]
         if lacking:
@@ -76,7 +78,7 @@ def read_scores(folder: Path) -> dict[str, TaskScore]:
         found[task] = TaskScore(
             metrics=dict(zip(names, medians, strict=True)),
             score=statistics.median(map(statistics.mean, of_runs)),
-            num_examples=sum(config["sets"][name]["examples"] for name in config["task"]["validation"]),
+            num_examples=sum(sets[name]["examples"] for name in sets if name in config["task"]["validation"]),
             labels=config["task"].get("labels"),
             setting=best,
             num_settings=len(settings),
@@ -103,13 +105,15 @@ def write_submission(scores: dict[str, TaskScore], target: Path) -> dict[str, st
         path = run / "predictions" / TEST_SETS.get(name, "test") / f"{name}.tsv"
         if not path.is_file():
             problems[path.name] = f"{run} has not predicted it (task.submit=true)"
-        elif problem := _problem_of(path, rows, scores[task].labels):
-            problems[path.name] = f"{path}: {problem}"
-        else:
+            continue
+        try:
+            _check_predictions(path, rows, scores[task].labels)
             files[path.name] = path
+        except ValueError as error:
+            problems[path.name] = str(error)
     if files:
         try:
-            with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            with replacing(target) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
                 for name, path in files.items():
                     archive.write(path, name)
         except OSError as error:
@@ -117,20 +121,25 @@ def write_submission(scores: dict[str, TaskScore], target: Path) -> dict[str, st
     return problems
 
 
-def _problem_of(path: Path, num_rows: int, labels: list[str] | None) -> str | None:
-    """What makes a file one that GLUE would not take."""
+def _check_predictions(path: Path, num_rows: int, labels: list[str] | None) -> None:
+    """Check that GLUE would take a file.
+
+    Raises:
+        ValueError: it would not.
+    """
     header, rows = tsv_rows(path)
     if "\t".join(map(str, header)) != HEADER:
-        return f"line 1 must be index and prediction, but is {', '.join(map(str, header))}"
+        raise ValueError(f"{path} line 1 must be index and prediction, but is {', '.join(map(str, header))}")
     found = 0
     for where, cells in rows:
         if cells[0] != str(found):
-            return f"{where} must have the index {found}, but has {cells[0]!r}"
+            raise ValueError(f"{path} {where} must have the index {found}, but has {cells[0]!r}")
         if len(cells) != 2 or not _is_valid(cells[1], labels):
             rule = f"one of {', '.join(labels)}" if labels else "a number from 0 to 5"
-            return f"{where} must have {rule}, but has {', '.join(cells[1:])}"
+            raise ValueError(f"{path} {where} must have {rule}, but has {', '.join(cells[1:])}")
         found += 1
-    return None if found == num_rows else f"GLUE's test set has {num_rows:,} rows, but this file {found:,}"
+    if found != num_rows:
+        raise ValueError(f"{path} must have {num_rows:,} rows, as GLUE's test set, but has {found:,}")
 
 
 def _is_valid(prediction: str, labels: list[str] | None) -> bool:
