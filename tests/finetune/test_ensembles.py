@@ -206,6 +206,13 @@ def test_seeds_at_different_layouts_are_one_setting(tmp_path) -> None:
         read_settings(tmp_path)
 
 
+def test_sets_that_are_only_predicted_are_no_setting(tmp_path) -> None:
+    for seed, changes in ((1, {}), (2, {"submit": True, "test": {"test": "hub:test"}})):
+        record(tmp_path / str(seed), seed, 80.0, task={"name": "qqp", "validation": {}, "test": {}} | changes)
+    (setting,) = read_settings(tmp_path)
+    assert len(setting.scores) == 2 and setting.differing == {}
+
+
 def test_a_search_is_sorted_by_the_median_of_each_setting(tmp_path) -> None:
     for lr, scores in ((1e-5, (70.0, 90.0, 71.0)), (3e-5, (80.0, 60.0, 81.0)), (5e-5, (75.0, 10.0, 20.0))):
         for seed, accuracy in enumerate(scores):
@@ -242,12 +249,18 @@ def test_other_records_are_ignored_and_broken_ones_named(tmp_path) -> None:
         record(tmp_path / str(seed), seed, accuracy)
     record(tmp_path / "lm", 1, 80.0, task={"name": "wikitext103"})
     record(tmp_path / "other", 1, 80.0, task="lambada")
+    record(tmp_path / "another", 1, 80.0, task={"name": ["qqp"], "validation": {}})
     (setting,) = read_settings(tmp_path)
     # Of an even number the mean of the two in the middle, and the run of the lower one; equal ones by their folder.
     assert setting.median == 85.0 and setting.median_run == tmp_path / "2"
     (tmp_path / "1/record.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"1/record.json must be a record, but is \[1\]"):
         read_settings(tmp_path)
+    for metric in ("80", {"unit": "%"}, {"value": "80"}):
+        damaged = {"metrics": {"qqp/accuracy": metric}, "config": {"task": {"name": "qqp", "validation": {}}}}
+        (tmp_path / "1/record.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="1/record.json must have numbers as metrics and sizes of sets, but has"):
+            read_settings(tmp_path)
     (tmp_path / "1/record.json").write_text('{"config": {"task": {"name": "qqp", "validation": {}}}}')
     with pytest.raises(ValueError, match="must have the metric qqp/accuracy and a seed, but has no seed"):
         read_settings(tmp_path)

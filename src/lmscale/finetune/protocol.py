@@ -14,11 +14,12 @@ from ..results import RECORD, read_record
 _NOT_A_SETTING = {
     *("seed", "parallel", "micro_batch_size", "run_dir", "overrides", "cache_dir", "sets", "objective", "digest"),
 }
+_PREDICTED_ONLY = ("task.test", "task.submit")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in their seed and their layout.
+    """Runs that differ only in their seed, their layout, and the sets that choose nothing.
 
     Args:
         differing: keys in which the settings of a folder differ, with this setting's values.
@@ -50,6 +51,7 @@ def read_runs(folder: str | Path) -> dict[str, dict[Path, dict[str, Any]]]:
         record = read_record(path)
         task = _task_of(record)
         if task is not None:
+            _check_numbers(path, record)
             found.setdefault(task["name"], {})[path.parent] = record
     if not found:
         raise ValueError(f"{folder} must have records of finetunings below it, but has none")
@@ -77,7 +79,7 @@ def settings_of(runs: dict[Path, dict[str, Any]], metric: str | None = None) -> 
         run: flatten({key: value for key, value in record["config"].items() if key not in _NOT_A_SETTING})
         for run, record in runs.items()
     }
-    keys = {key for values in flat.values() for key in values}
+    keys = {key for values in flat.values() for key in values if not key.startswith(_PREDICTED_ONLY)}
     differing = sorted(key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1)
     found: dict[str, Setting] = {}
     seeds: dict[tuple[str, int], Path] = {}
@@ -106,8 +108,19 @@ def shown(score: float) -> str:
     return f"{score:.2f}" if math.isfinite(score) else "undefined"
 
 
+def _check_numbers(path: Path, record: dict[str, Any]) -> None:
+    try:
+        numbers = [entry["value"] for entry in record.get("metrics", {}).values()]
+        numbers += [entry["examples"] for entry in record["config"].get("sets", {}).values()]
+        wrong = [number for number in numbers if not isinstance(number, int | float | None)]
+    except (AttributeError, LookupError, TypeError):
+        wrong = ["none"]
+    if wrong:
+        raise ValueError(f"{path} must have numbers as metrics and sizes of sets, but has {wrong[0]}")
+
+
 def _task_of(record: dict[str, Any]) -> dict[str, Any] | None:
     """Return the task of a finetuning's record; None for other records."""
     config = record.get("config")
     task = config.get("task") if isinstance(config, dict) else None
-    return task if isinstance(task, dict) and {"name", "validation"} <= set(task) else None
+    return task if isinstance(task, dict) and isinstance(task.get("name"), str) and "validation" in task else None
