@@ -236,7 +236,17 @@ def test_the_pooler_that_old_files_of_squad_have_is_not_read(ckpts, tmp_path) ->
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"problem_type": "multi_label_classification"}, "but config.json has multi_label_classification"),
+        (
+            {"problem_type": "multi_label_classification"},
+            "theirs must have one of several classes or a number per input, but config.json has "
+            "multi_label_classification with 2 labels",
+        ),
+        ({"problem_type": "regression"}, "but config.json has regression with 2 labels"),
+        (
+            {"problem_type": "multi_label_classification", "id2label": {0: "a"}, "label2id": {"a": 0}},
+            "but config.json has multi_label_classification with 1 labels",
+        ),
+        ({"id2label": {}}, "but config.json has no problem_type with 0 labels"),
         (
             {"id2label": {0: "a", 1: "a"}},
             "`id2label` of config.json must name each class once, as text, but is {0: 'a', 1: 'a'}",

@@ -126,7 +126,7 @@ def read_published_head(folder: Path) -> FinetunedHead | None:
             kind = HeadKind.REGRESSION
     if kind is HeadKind.CLASSIFICATION:
         if published.problem_type not in (None, "single_label_classification") or published.num_labels < 2:
-            problem = published.problem_type or f"{published.num_labels} labels"
+            problem = f"{published.problem_type or 'no problem_type'} with {published.num_labels} labels"
             raise ValueError(
                 f"{folder} must have one of several classes or a number per input, but config.json has {problem}"
             )
