@@ -59,6 +59,9 @@ def write_task(folder: Path, name: str, count: int, first: int = 0) -> Path:
         header = "id qid1 qid2 question1 question2 is_duplicate".split()
         rows = [[str(n), "0", "0", sentence(n, 4 + n % 6), sentence(n + 50, 5), str(n * 7 % 11 % 2)] for n in numbers]
         return _write_tsv(folder / f"qqp_{first}.tsv", header, rows)
+    if name == "sst2":
+        rows = [[sentence(n, 4 + n % 6), str(n * 7 % 11 % 2)] for n in numbers]
+        return _write_tsv(folder / f"sst2_{first}.tsv", ["sentence", "label"], rows)
     if name == "stsb":
         rows = [[str(n), sentence(n, 4), sentence(n + n % 3, 4), str(5 - n % 3 * 2.5)] for n in numbers]
         return _write_tsv(folder / f"stsb_{first}.tsv", "index sentence1 sentence2 score".split(), rows)

@@ -28,7 +28,7 @@ _TAGS = {
 _CLASSIFY = """from transformers import pipeline
 
 classify = pipeline("text-classification", model="FOLDER", truncation={truncation})
-print(classify({texts}))"""
+print(classify({texts})){meaning}"""
 _CHOOSE = """from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")
@@ -162,10 +162,16 @@ def _training(metadata: CheckpointMetadata, task: TaskConfig) -> dict[str, Any]:
 
 def _example(kind: HeadKind, task: TaskConfig, metrics: dict[str, Any]) -> str:
     if kind in (HeadKind.CLASSIFICATION, HeadKind.REGRESSION):
+        meaning = ""
+        if kind is HeadKind.REGRESSION:
+            low, high = task.value_range
+            meaning = (
+                f"  # `score` is the number; labels are from {low:g} to {high:g}, predictions are not limited to that"
+            )
         if task.layouts[0].get("second") is None:
-            return _CLASSIFY.format(truncation=True, texts='"A cat sat on a mat."')
+            return _CLASSIFY.format(truncation=True, texts='"A cat sat on a mat."', meaning=meaning)
         pair = '{"text": "A cat sat on a mat.", "text_pair": "Where did the cat sit?"}'
-        return _CLASSIFY.format(truncation='"only_second"', texts=pair)
+        return _CLASSIFY.format(truncation='"only_second"', texts=pair, meaning=meaning)
     if kind is HeadKind.CHOICE:
         return _CHOOSE.format()
     no_answer = ""
