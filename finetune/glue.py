@@ -1,7 +1,7 @@
 """Print GLUE's table of finetunings, and write the submission: `python finetune/glue.py multirun/glue/TIME`.
 
-A task counts by the median over seeds of its best setting. `submission.zip` in the folder has what the median runs have
-predicted with `task.submit=true`.
+A task's score is the median over seeds of its best setting. `submission.zip` in the folder holds the median runs'
+predictions of the test sets (`task.submit=true`).
 """
 
 import argparse

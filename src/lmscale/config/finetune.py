@@ -51,9 +51,9 @@ class TaskConfig(Checked):
         value_range: lowest and highest label of a task whose labels are numbers, instead of `labels`.
         metrics: of `METRICS`; a search and the median over seeds compare the first. For numbers `pearson` and
             `spearman`, for classes the others.
-        path: of a task of `GLUE`: the folder with those of its tasks, whose files replace the splits `hub:...`, or by
-            name the folder of each task; None: the hub.
-        submit: predict also GLUE's test sets.
+        path: of a GLUE task: GLUE's folder, whose files replace the splits `hub:...`, or a folder per task; None: the
+            hub.
+        submit: also predict GLUE's test sets.
         skip_broken: skip and count labelled rows with an empty text or another number of columns.
         by_size: batch size, learning rate and epochs by size of the model (Table 6), of which `size` chooses.
 
@@ -93,10 +93,10 @@ class TaskConfig(Checked):
         else:
             self._check_table()
         for name in ("path", "submit"):
-            rule = f"left out for {self.name}, which is no task of GLUE"
+            rule = f"left out for {self.name}, which is not a GLUE task"
             require(self, name, rule, self.name in GLUE or not getattr(self, name))
         others = [name for name in self.path if name not in GLUE] if isinstance(self.path, dict) else []
-        require(self, "path", f"by names of {', '.join(GLUE)}", not others)
+        require(self, "path", f"a folder, or folders by {', '.join(GLUE)}", not others)
         of_squad = ("doc_stride", "max_query_length", "max_answer_length", "num_best")
         for name in {"race": ("max_qa_length",), "squad_v1": of_squad, "squad_v2": of_squad}.get(self.name, ()):
             check(Positive, getattr(self, name), name)

@@ -11,7 +11,7 @@ from ..text.tables import tsv_rows
 from .protocol import Setting, read_runs, score_of, settings_of
 
 HEADER = "index\tprediction"
-# What GLUE counts, by the mean of several; `accuracy` of every other task.
+# Metrics whose mean is GLUE's score of a task; `accuracy` for the others.
 METRICS = {"cola": ["matthews"], "mrpc": ["accuracy", "f1"], "qqp": ["accuracy", "f1"], "stsb": ["pearson", "spearman"]}
 METRICS |= {"mnli": ["accuracy_matched", "accuracy_mismatched"]}
 # Rows of the published development and test sets.
@@ -39,10 +39,10 @@ class TaskScore:
 
     Args:
         metrics: by name, the median over the seeds.
-        score: what GLUE counts, the mean of a run's metrics; its median over the seeds.
-        num_examples: that were scored in the development sets.
-        labels: classes that a submission may name; None: numbers from 0 to 5.
-        num_settings: of which this one has the best median.
+        score: GLUE's score, a run's mean over its metrics; the median over the seeds.
+        num_examples: number of scored development examples.
+        labels: classes that a submission may contain; None: numbers from 0 to 5.
+        num_settings: number of settings, of which this one has the best median.
     """
 
     metrics: dict[str, float]
@@ -87,10 +87,10 @@ def read_scores(folder: Path) -> dict[str, TaskScore]:
 
 
 def write_submission(scores: dict[str, TaskScore], target: Path) -> dict[str, str]:
-    """Write the predictions that the median runs have made of GLUE's test sets into a zip; none: write nothing.
+    """Zip the median runs' predictions of GLUE's test sets; without any, write nothing.
 
     Returns:
-        by name of a file, why it is not there.
+        the reason for each missing file, by name.
 
     Raises:
         ValueError: the zip cannot be written.
@@ -122,7 +122,7 @@ def write_submission(scores: dict[str, TaskScore], target: Path) -> dict[str, st
 
 
 def _check_predictions(path: Path, num_rows: int, labels: list[str] | None) -> None:
-    """Check that GLUE would take a file.
+    """Check that GLUE would accept a file.
 
     Raises:
         ValueError: it would not.
