@@ -117,7 +117,8 @@ def write_submission(scores: dict[str, TaskScore], target: Path) -> dict[str, st
                 for name, path in files.items():
                     archive.write(path, name)
         except OSError as error:
-            raise ValueError(f"the submission must be written to a folder with free space, but {error}") from None
+            rule = "must be written to a folder with free space"
+            raise ValueError(f"the submission {rule}, but {target}: {error.strerror or error}") from None
     return problems
 
 
