@@ -201,6 +201,8 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
     )
     expected += "global_batch_size, optimizer.lr and trainer.num_epochs\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+    done = refuse(REPOSITORY / "finetune" / "run.py", *task[:3], "task.hub_name=x", "ckpt=x", cwd=tmp_path)
+    assert "`task.hub_name` is not a known key" in done.stderr and "type +task.hub_name=" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -193,11 +193,15 @@ def _script_name() -> str:
 def _choices_with(key: str) -> list[str]:
     """The choices of the key's group whose files have the key, as they are typed, with what their files say of them.
 
-    None if this entry point has a section of that name, but no such group.
+    None if this entry point has a section of that name, but no such group; or if the group's choice has a file of the
+    user's, which may have any key.
     """
     group, _, rest = key.partition(".")
     defaults, found = OmegaConf.load(CONF / f"{entry_point()}.yaml").defaults, []
     if not any(group in entry.keys() for entry in defaults if entry != "_self_"):
+        return found
+    given = [argument.partition("=")[2] for argument in sys.argv[1:] if argument.startswith(f"{group}=")]
+    if {choice for choices in given for choice in choices.split(",")} - {path.stem for path in files_of(group)}:
         return found
     for path in files_of(group):
         if rest in list(OmegaConf.load(path)):
