@@ -211,7 +211,7 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
         (("ckpt=/nowhere",), "`ckpt` must be a checkpoint or a run folder, but /nowhere does not exist"),
         (("ckpt=/dev",), "`ckpt` must be a checkpoint or a run folder, but /dev is not a checkpoint"),
         (("task.train=/dev/null",), "error: `task.train`: /dev/null must begin with a line of column names, but is em"),
-        (("task.validation.dev=README.md",), "error: `task.validation`: line 1 of README.md must have the columns id"),
+        (("task.validation.dev=README.md",), "error: `task.validation.dev`: line 1 of README.md must have the columns id"),
         (("task.train=/nowhere",), "`task.train` must be a file or folder"),
         (("task.hub=x",), "`task.hub` is not a known key"),
         (("-m", "micro_batch_size=4,0"), "job 1 of the sweep"),

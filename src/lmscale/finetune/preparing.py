@@ -123,14 +123,20 @@ def check_paths(run: FinetuneConfig) -> None:
             f"`hydra.run.dir` must be a folder without the checkpoints of another run, but {run.run_dir} has "
             f"{left[-1].name}"
         )
-    places = {"task.train": run.task.train} if run.trainer.num_epochs else {}
-    for name, place in run.task.scored_sets().items():
-        places[f"task.{'validation' if name in run.task.validation else 'test'}.{name}"] = place
-    for key, place in places.items():
-        if not is_on_hub(place) and not os.path.exists(place):
+    for key, place in _places(run.task).items():
+        is_read = key != "task.train" or run.trainer.num_epochs
+        if is_read and not is_on_hub(place) and not os.path.exists(place):
             raise ValueError(f"`{key}` must be a file or folder, or hub:<split>, but {place} does not exist")
     if not os.path.exists(run.ckpt):
         raise ValueError(f"`ckpt` must be a checkpoint or a run folder, but {run.ckpt} does not exist")
+
+
+def _places(task: TaskConfig) -> dict[str, str]:
+    """The place of each set by its key."""
+    places = {} if task.train is None else {"task.train": task.train}
+    for name, place in task.scored_sets().items():
+        places[f"task.{'validation' if name in task.validation else 'test'}.{name}"] = place
+    return places
 
 
 def prepare_job(run: FinetuneConfig, files: dict[str, str] | None = None) -> FinetuneJob:
@@ -178,12 +184,11 @@ def _check_labels(job: FinetuneJob) -> None:
     run, task, sets = job.run, job.run.task, job.scored_features()
     must_have = {f"task.validation.{name}": sets[name] for name in task.chosen_on()}
     must_have |= {"task.train": job.training_features()} if job.train is not None else {}
-    places = {f"task.validation.{name}": place for name, place in task.validation.items()} | {"task.train": task.train}
     for key, features in must_have.items():
         if not features.is_labelled:
             columns = {layout.get("label") for layout in task.layouts if layout.get("label") is not None}
             where = f", in the column {' or '.join(sorted(map(str, columns)))}" if columns else ""
-            raise ValueError(f"`{key}` must have a label for every example{where}, but {places[key]} has none")
+            raise ValueError(f"`{key}` must have a label for every example{where}, but {_places(task)[key]} has none")
     if task.name == "squad_v2" and not task.chosen_on() and task.null_threshold is None:
         raise ValueError("`task.null_threshold` must be given where `task.validation` has no set, but is null")
     if run.objective is not None:
@@ -213,8 +218,8 @@ def prepare_features(task: TaskConfig, place: str, tokenizer: Tokenizer, cache_d
     try:
         examples, report = read_examples(task, place)
     except ValueError as error:
-        key = "train" if place == task.train else "validation" if place in task.validation.values() else "test"
-        raise ValueError(f"`task.{key}`: {error}") from None
+        key = next((key for key, its_place in _places(task).items() if its_place == place), "task")
+        raise ValueError(f"`{key}`: {error}") from None
     features = benchmark_of(task).encode(task, examples, tokenizer)
     num_unknown = tokenizer.count_unknown(features.tokens)
     features = replace(features, notes=report.notes() + note_unknown(num_unknown, len(features.tokens), None))
