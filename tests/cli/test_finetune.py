@@ -203,6 +203,9 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
     done = refuse(REPOSITORY / "finetune" / "run.py", *task[:3], "task.hub_name=x", "ckpt=x", cwd=tmp_path)
     assert "`task.hub_name` is not a known key" in done.stderr and "type +task.hub_name=" in done.stderr
+    (tmp_path / "task/pairs.yaml").write_text(example.replace("lr: 5.0e-5, ", ""), encoding="utf-8")
+    done = refuse(REPOSITORY / "finetune" / "run.py", *task[:3], "ckpt=x", cwd=tmp_path)
+    assert done.stderr == "error: `task.by_size.336m` must have global_batch_size, lr and num_epochs, but lacks lr\n"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,10 @@ def test_a_size_that_a_task_has_no_row_for_is_refused(tmp_path) -> None:
         (("ckpt=/nowhere",), "`ckpt` must be a checkpoint or a run folder, but /nowhere does not exist"),
         (("ckpt=/dev",), "`ckpt` must be a checkpoint or a run folder, but /dev is not a checkpoint"),
         (("task.train=/dev/null",), "error: `task.train`: /dev/null must begin with a line of column names, but is em"),
-        (("task.validation.dev=README.md",), "error: `task.validation.dev`: line 1 of README.md must have the columns id"),
+        (
+            ("task.validation.dev=README.md",),
+            "error: `task.validation.dev`: line 1 of README.md must have the columns id",
+        ),
         (("task.train=/nowhere",), "`task.train` must be a file or folder"),
         (("task.hub=x",), "`task.hub` is not a known key"),
         (("-m", "micro_batch_size=4,0"), "job 1 of the sweep"),

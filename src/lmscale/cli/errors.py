@@ -124,10 +124,12 @@ def _one_line(error: Exception) -> str:
             group = unknown[1].partition(".")[0]
             return f"`{unknown[1]}` needs {' or '.join(choices)}, but `{group}` is another choice"
         return f"`{unknown.group(1)}` is not a known key or group of the configuration{_closest(unknown.group(1))}"
-    no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]", text)
+    no_row = re.search(r"Interpolation key 'task\.by_size\[([^]]+)\]\.(\w+)", text)
     if no_row:
-        rows = ", ".join(map(str, error.parent_node._get_root().task.by_size))
-        rule = f"one of {rows}, the rows that the task's file has in `by_size`"
+        rows = [*map(str, error.parent_node._get_root().task.by_size)]
+        if no_row[1] in rows:
+            return f"`task.by_size.{no_row[1]}` must have global_batch_size, lr and num_epochs, but lacks {no_row[2]}"
+        rule = f"one of {', '.join(rows)}, the rows that the task's file has in `by_size`"
         keys = "global_batch_size, optimizer.lr and trainer.num_epochs"
         return f"`size` must be {rule}, but is {no_row[1]}; or give {keys}"
     if not isinstance(error, (ValueError, HydraException, OmegaConfBaseException, YAMLError)):
