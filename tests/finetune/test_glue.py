@@ -380,6 +380,16 @@ def test_the_best_setting_of_a_task_counts(tmp_path) -> None:
     assert (found.score, found.num_settings, found.setting.median_run) == (71.0, 2, tmp_path / "b/rte_3")
 
 
+def test_another_validation_set_does_not_count(tmp_path) -> None:
+    run = make_finetuning(tmp_path, "mrpc", 1, {"accuracy": 50.0, "f1": 50.0, "accuracy_dev": 80.0, "f1_dev": 90.0})
+    record = json.loads((run / "record.json").read_text())
+    record["config"]["task"]["validation"]["own"] = "own.tsv"
+    record["config"]["sets"]["own"] = {"examples": 100}
+    (run / "record.json").write_text(json.dumps(record))
+    found = read_scores(tmp_path)["mrpc"]
+    assert (found.score, found.num_examples) == (85.0, 7)
+
+
 def test_a_folder_without_glue_is_refused(tmp_path) -> None:
     make_finetuning(tmp_path, "race", 1, ONE, predicts=False)
     with pytest.raises(ValueError, match="must have finetunings on tasks of GLUE below it, but has race"):
