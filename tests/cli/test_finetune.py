@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import warm
 from composed import composed
-from entry_points import REPOSITORY, environment, refuse
+from entry_points import REPOSITORY, environment, only_line, refuse
 from finetune_runs import make_checkpoint
 from finetuning import sentence, write_task
 from hydra import compose, initialize_config_dir
 
 from lmscale.config.finetune import TASKS, FinetuneConfig
+from lmscale.finetune import preparing
+from lmscale.runtime import world
 
 SMALL = (
     "trainer.num_epochs=1",
@@ -138,6 +140,21 @@ def test_a_job_that_fails_does_not_end_the_sweep(places) -> None:
     assert errors[-1].startswith("error: 3 jobs failed: job 0 of the sweep (") and errors[-1].count("job ") == 3
     assert [path.parent.name for path in sweep.glob("*/record.json")] == ["2"]
     assert "1 run, best qqp/accuracy first" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_a_job_that_fails_after_a_signal_ends_the_sweep(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(world, "asked_to_stop", False)
+
+    def fail(*arguments) -> None:
+        world.asked_to_stop = True
+        raise ValueError("no space left")
+
+    monkeypatch.setattr(preparing, "check_values", lambda values: None)  # before the sweep
+    monkeypatch.setattr(preparing, "prepare_job", fail)
+    script, folder = REPOSITORY / "finetune" / "run.py", f"hydra.sweep.dir={tmp_path}"
+    done = refuse(script, "-m", "task=qqp", "ckpt=x", "seed=1,2", folder)
+    assert done.returncode == 2
+    assert only_line(done.stderr) == "error: job 0 of the sweep (task=qqp ckpt=x seed=1): no space left"
 
 
 def test_a_task_of_one_s_own_needs_a_file_and_no_code(places, tmp_path) -> None:

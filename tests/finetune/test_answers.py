@@ -135,6 +135,15 @@ def test_a_single_set_of_another_name_than_dev_has_the_plain_metrics_too() -> No
     assert names == ["qqp/accuracy", "qqp/f1", "qqp/accuracy_own", "qqp/f1_own"]
 
 
+def test_a_test_set_with_labels_is_not_pooled() -> None:
+    sets, logits = {}, {}
+    for name, labels in (("own", [0, 1]), ("held", [1, 1])):
+        sets[name] = Features(*3 * [np.zeros(3)], labels=np.array(labels), ids=["a", "b"])
+        logits[name] = list(np.eye(2))
+    _, metrics = predict_sets(make_task("qqp"), sets, logits, ["own"])
+    assert (metrics["qqp/accuracy"], metrics["qqp/accuracy_held"]) == (100.0, 50.0)
+
+
 def test_scores_of_classes_count_by_hand() -> None:
     chosen, labels = [1, 1, 0, 0, 1, 0, 1], [1, 0, 0, 1, 1, 0, 0]
     assert (accuracy(chosen, labels), f1(chosen, labels)) == pytest.approx((100 * 4 / 7, 100 * 2 * 2 / 7))

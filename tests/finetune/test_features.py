@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from finetuning import make_task, make_tokenizer, write_task
 
+from lmscale.finetune.examples import PairExample
 from lmscale.finetune.features import load_features
-from lmscale.finetune.pairs import clean_text, join_option, join_pair
+from lmscale.finetune.pairs import clean_text, encode_pairs, join_option, join_pair
 from lmscale.finetune.preparing import prepare_features
 from lmscale.finetune.windows import window_starts
 
@@ -45,6 +46,13 @@ def test_pairs_hold_both_sentences_and_their_boundary(tmp_path) -> None:
         assert found.second_starts[number] == len(a) + 2
         assert names[found.labels[number]] == row[11]
     assert found.ids == [row[0] for row in rows] and found.is_labelled
+
+
+@pytest.mark.parametrize("labels, is_labelled", [([-1.0, -2.0], True), ([None, None], False)])
+def test_a_number_may_be_negative_or_unknown(labels: list, is_labelled: bool) -> None:
+    examples = [PairExample(str(n), "cat", "dog", label) for n, label in enumerate(labels)]
+    found = encode_pairs(make_task("stsb", value_range=[-2, 2]), examples, make_tokenizer())
+    assert found.is_labelled == is_labelled
 
 
 def test_an_option_fills_the_gap_or_follows_the_question() -> None:
@@ -164,6 +172,9 @@ def test_features_are_cached_by_files_and_settings(tmp_path) -> None:
     assert prepare_features(make_task("qqp"), str(place), tokenizer, cache) == first
     assert (first / "tokens.npy").stat().st_mtime_ns == stamp
     assert prepare_features(make_task("qqp", max_seq_length=16), str(place), tokenizer, cache) != first
+    scored = str(write_task(tmp_path, "stsb", 5))
+    ranges = [make_task("stsb", value_range=[0, high]) for high in (5, 9)]
+    assert len({prepare_features(task, scored, tokenizer, cache) for task in ranges}) == 2
     place.write_text(place.read_text() + "99\t0\t0\ta\tb\t1\n")
     assert len(load_features(prepare_features(make_task("qqp"), str(place), tokenizer, cache))) == 6
     assert not [path for path in cache.iterdir() if path.name.startswith(".")]

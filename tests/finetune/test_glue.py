@@ -228,6 +228,11 @@ def test_an_ensemble_averages_numbers(number_runs, tmp_path) -> None:
     mean = np.mean([np.load(run / "predictions/dev/logits.npy")[:, 0] for run in runs], axis=0)
     labels = [5 - n % 3 * 2.5 for n in range(1000, 1009)]
     assert metrics["stsb/pearson"] == pytest.approx(100 * np.corrcoef(mean, labels)[0, 1], rel=1e-6)
+    other = Path(shutil.copytree(runs[1], tmp_path / "other"))
+    task = json.loads((other / "predictions/dev/task.json").read_text()) | {"value_range": [0, 9]}
+    (other / "predictions/dev/task.json").write_text(json.dumps(task))
+    with pytest.raises(ValueError, match=r"`task.value_range` of .*, \[0, 5\], but has \[0, 9\]"):
+        ensemble([runs[0], other], tmp_path)
 
 
 def make_finetuning(
@@ -388,6 +393,13 @@ def test_another_validation_set_does_not_count(tmp_path) -> None:
     (run / "record.json").write_text(json.dumps(record))
     found = read_scores(tmp_path)["mrpc"]
     assert (found.score, found.num_examples) == (85.0, 7)
+
+
+def test_the_score_of_two_metrics_is_the_median_of_each_runs_mean(tmp_path) -> None:
+    for seed, (accuracy, f1) in enumerate([(80.0, 90.0), (82.0, 84.0), (81.0, 92.0)]):
+        make_finetuning(tmp_path, "mrpc", seed, {"accuracy": accuracy, "f1": f1}, predicts=False)
+    found = read_scores(tmp_path)["mrpc"]
+    assert found.score == 85.0 and found.metrics == {"mrpc/accuracy": 81.0, "mrpc/f1": 90.0}  # whose mean is 85.5
 
 
 def test_a_folder_without_glue_is_refused(tmp_path) -> None:

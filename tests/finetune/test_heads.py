@@ -102,7 +102,9 @@ def test_logits_and_loss_equal_those_of_transformers(kind: HeadKind, norm_order:
     else:
         assert (logits - found.logits).abs().max() < 1e-12
         expected_loss = found.loss if kind is HeadKind.REGRESSION else F.cross_entropy(found.logits, labels)
-    assert (model.item_losses(logits, labels).mean() - expected_loss).abs() < 1e-12
+    losses = model.item_losses(logits, labels)
+    assert (losses.mean() - expected_loss).abs() < 1e-12
+    assert (losses[:1] - model.item_losses(logits[:1], labels[:1])).abs() < 1e-12
 
 
 def losses_and_gradients(rank: int, kind: HeadKind, norm_order: str, tp_size: int):

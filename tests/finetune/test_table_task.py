@@ -49,6 +49,13 @@ def test_a_tab_separated_label_may_be_an_index(tmp_path) -> None:
     assert [e.label for e in read_examples(stars, str(path))[0]] == [0, 1]
 
 
+@pytest.mark.parametrize("low, label", [(-2, -1.0), (-1, -1.0), (0, None)])
+def test_minus_one_is_unknown_unless_the_range_holds_it(tmp_path, low: int, label: float | None) -> None:
+    task = own_task(labels=None, value_range=[low, 2])
+    path = write_rows(tmp_path / "rows.jsonl", [{"n": 1, "text": "a", "class": -1}])
+    assert [e.label for e in read_examples(task, path)[0]] == [label]
+
+
 def test_a_number_that_names_one_label_and_indexes_another_raises(tmp_path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"n": 1, "text": "a", "class": 1}])
     with pytest.raises(ValueError, match="`class` must not be the name of one label and the index of another"):
