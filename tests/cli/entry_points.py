@@ -75,6 +75,7 @@ def refuse(script: str | Path, *overrides: str, cwd: Path = REPOSITORY, **change
         mock.patch.object(sys, "argv", [str(script), *overrides]),
         mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
         mock.patch.object(hydra_main, "_task_is_running", False),
+        mock.patch.object(hydra_main, "_failed", {}),
         mock.patch.object(literal, "_texts", {}),
         mock.patch.object(Hydra, "get_mode", mode_of),
     ):
