@@ -77,7 +77,7 @@ def test_a_validation_file_is_held_out_whole(tmp_path) -> None:
     assert (manifest["train"]["documents"], manifest["validation"]["documents"]) == (1, 2)
 
 
-ON_HUB = TaskConfig("qqp", "hub:train", {}, hub_name="no/such")
+ON_HUB = TaskConfig("race", "hub:train", {}, hub_name="no/such", max_qa_length=64)
 LOADS = [partial(open_corpus, DataConfig("huggingface", 16, name="no/such")), partial(load_hub, ON_HUB, ON_HUB.train)]
 
 
