@@ -26,11 +26,16 @@ from lmscale.results import existing_path, new_record, record_argument, report
 
 
 def compare(run: Path, folder: Path, num_rows: int) -> tuple[float, int]:
-    """The largest difference of an output, and the number of rows that are predicted as by the run."""
+    """The largest difference of an output, and the number of rows that are predicted as by the run.
+
+    Rows whose first text fills the whole input are left out: transformers cannot cut the second one alone then.
+    """
     outputs = read_outputs(min((run / "predictions").iterdir()))
-    task, ours = outputs.task, torch.from_numpy(np.stack(outputs.logits[:num_rows]))
-    rows = read_examples(task, next(iter(task.validation.values())))[0][:num_rows]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    task, tokenizer = outputs.task, transformers.AutoTokenizer.from_pretrained(folder)
+    rows = read_examples(task, next(iter(task.validation.values())))[0]
+    fits = [len(tokenizer(clean_text(row.first)).input_ids) + 1 < task.max_seq_length for row in rows]
+    kept = [number for number, fit in enumerate(fits) if fit][:num_rows]
+    rows, ours = [rows[number] for number in kept], torch.from_numpy(np.stack([outputs.logits[n] for n in kept]))
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     texts = [[clean_text(row.first) for row in rows]]
     texts += [[clean_text(row.second) for row in rows]] if rows[0].second is not None else []
