@@ -198,6 +198,7 @@ def test_the_median_of_five_seeds_names_its_run(tmp_path) -> None:
 def test_seeds_at_different_layouts_are_one_setting(tmp_path) -> None:
     for seed, tp_size, micro_batch_size in ((1, 1, 8), (2, 2, 8), (3, 2, 4)):
         layout = {"parallel": {"tp_size": tp_size}, "micro_batch_size": micro_batch_size}
+        layout["trainer"] = {"save": seed == 1, "log_every_steps": seed, "num_threads": None if seed == 2 else 1}
         record(tmp_path / str(seed), seed, 80.0 + seed, **layout)
     (setting,) = read_settings(tmp_path)
     assert setting.median == 82.0 and setting.differing == {}

@@ -14,12 +14,20 @@ from ..results import RECORD, read_record
 _NOT_A_SETTING = {
     *("seed", "parallel", "micro_batch_size", "run_dir", "overrides", "cache_dir", "sets", "objective", "digest"),
 }
-_PREDICTED_ONLY = ("task.test", "task.submit")
+# Beginnings of dotted keys on which the development score does not depend.
+_WITHOUT_EFFECT = (
+    "task.test",
+    "task.submit",
+    "trainer.save",
+    "trainer.score_every_epoch",
+    "trainer.scoring_batch_size",
+)
+_WITHOUT_EFFECT += ("trainer.log_every_steps", "trainer.accelerator", "trainer.num_threads")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Runs that differ only in their seed, their layout, and the sets that choose nothing.
+    """Runs that differ only in their seed, their layout, and keys on which the score does not depend.
 
     Args:
         differing: keys in which the settings of a folder differ, with this setting's values.
@@ -79,7 +87,7 @@ def settings_of(runs: dict[Path, dict[str, Any]], metric: str | None = None) -> 
         run: flatten({key: value for key, value in record["config"].items() if key not in _NOT_A_SETTING})
         for run, record in runs.items()
     }
-    keys = {key for values in flat.values() for key in values if not key.startswith(_PREDICTED_ONLY)}
+    keys = {key for values in flat.values() for key in values if not key.startswith(_WITHOUT_EFFECT)}
     differing = sorted(key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1)
     found: dict[str, Setting] = {}
     seeds: dict[tuple[str, int], Path] = {}
