@@ -17,7 +17,7 @@ def draw_small_runs(rows: pd.DataFrame) -> Figure:
     """
     tasks = list(rows["metric"].unique())
     with house_style():
-        figure = page_figure("Published weights reach the required score on every task; random weights on none", 3.2)
+        figure = page_figure("Published and random weights, three seeds, and the required score", 3.2)
         axis = figure.subplots()
         for kind, part in rows.groupby("kind"):
             places = part["metric"].map(tasks.index) + 0.08 * (part["seed"] - part["seed"].mean())
@@ -26,7 +26,7 @@ def draw_small_runs(rows: pd.DataFrame) -> Figure:
             floor = rows.loc[rows["metric"] == task, "floor"].iloc[0]
             word = "required score, set in advance" if place == 0 else None
             axis.hlines(floor, place - 0.3, place + 0.3, color="0.3", linewidth=1.2, linestyle="--", label=word)
-        axis.set_xticks(range(len(tasks)), [task.replace("/", ", ") for task in tasks])
-        axis.set(ylabel="score, %", ylim=(0, 100))
+        axis.set_xticks(range(len(tasks)), [task.replace("/", "\n") for task in tasks])
+        axis.set(ylabel="score, %", ylim=(-10, 100))
         figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure

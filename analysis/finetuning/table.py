@@ -31,6 +31,12 @@ _SMALL = {
     "qqp": "QQP accuracy, %",
     "squad_v1": "SQuAD 1.1 F1, %",
     "race": "RACE dev accuracy, %",
+    "cola": "CoLA Matthews correlation x 100",
+    "sst2": "SST-2 accuracy, %",
+    "mrpc": "MRPC accuracy, %",
+    "stsb": "STS-B Pearson correlation x 100",
+    "qnli": "QNLI accuracy, %",
+    "rte": "RTE accuracy, %",
 }
 
 
@@ -60,6 +66,28 @@ def table_5(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
             rows += _small_rows(file, record)
     columns = ["configuration", "paper", "ours", "difference", "unit", "evidence", "record"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def small_medians(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+    """The comparison of `small.py`: medians over the seeds, in percent, and the larger of two standard errors."""
+    rows, summary = [], records.get("finetune_small.json", {"config": {"metrics": {}}})
+    for task in summary["config"]["metrics"]:
+        of_task = {name: entry["value"] for name, entry in summary["metrics"].items() if name.startswith(f"{task}/")}
+        value = {name.removeprefix(f"{task}/"): number for name, number in of_task.items()}
+        config = records[f"finetune_small/{task}_pretrained_1"]["config"]
+        rows.append(
+            {
+                "task": _SMALL[task],
+                "trained on": f"{config['sets']['train']['items']:,} x {config['trainer']['num_epochs']}",
+                "scored": value["scored"],
+                "required": value["floor"],
+                "one class": value.get("majority"),
+                "published weights": value["pretrained/median"],
+                "random weights": value["from_scratch/median"],
+                "error of the difference": max(value["se_seeds"], value["se_examples"]),
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def small_runs(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:

@@ -13,7 +13,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from analysis.benchmarks.tables import cpu_speed, profile
-from analysis.finetuning.table import table_5
+from analysis.finetuning.table import small_medians, table_5
 from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, status
 from analysis.pages.record_list import link_to_record, record_list
 from analysis.pages.results_page import fill, metric_tables
@@ -43,6 +43,7 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     rows["Speed CPU"] = cpu_speed(records)
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
+    rows["finetuning"] = small_medians(records)
     rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
     rows["Records"] = record_list(records)
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}
