@@ -7,10 +7,10 @@ import re
 import pytest
 import zstandard
 
-from lmscale.config.finetune import TaskConfig
+from lmscale.config.finetune import TaskConfig, objective_of
 from lmscale.finetune.examples import PairExample
 from lmscale.finetune.pairs import join_pair
-from lmscale.finetune.tasks import read_examples
+from lmscale.finetune.tasks import benchmark_of, read_examples
 
 
 def own_task(**changes) -> TaskConfig:
@@ -121,6 +121,16 @@ def test_an_invalid_row_of_a_table_raises(tmp_path, row: dict, message: str) -> 
 def test_a_wrongly_described_table_raises(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         own_task(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [({}, ["accuracy"]), ({"labels": None, "value_range": [0, 5]}, ["pearson"]), ({"metrics": ["f1"]}, ["f1"])],
+)
+def test_a_search_compares_a_metric_that_the_table_has(changes: dict, expected: list[str]) -> None:
+    task = own_task(**changes)
+    assert [*benchmark_of(task).score([0, 1, 1], [0, 1, 0], {})] == [f"mine/{name}" for name in expected]
+    assert objective_of(vars(task)) == f"mine/{expected[0]}"
 
 
 def test_one_text_has_one_separator() -> None:

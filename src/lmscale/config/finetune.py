@@ -136,7 +136,7 @@ class TaskConfig(Checked):
             require(self, "value_range", "two numbers, the lowest and the highest label", is_range)
         known = [name for name in METRICS if (name in OF_NUMBERS) == (self.labels is None)]
         known = [name for name in known if name != "f1" or len(self.labels) == 2]
-        found = self.metrics or known[:1]
+        found = metrics_of(vars(self))
         rule = f"of {', '.join(known)}, each once"
         require(self, "metrics", rule, len(found) == sum(name in found for name in known))
 
@@ -195,9 +195,14 @@ def _check_classes(classes: Any, labels: list[str]) -> None:
         raise ValueError(f"`classes` of `columns` must be {rule}, but are {classes!r}")
 
 
+def metrics_of(task: Mapping[str, Any]) -> list[str]:
+    """The metrics of a table, of its plain values."""
+    return task.get("metrics") or ["accuracy" if task.get("value_range") is None else "pearson"]
+
+
 def objective_of(task: Mapping[str, Any]) -> str:
     """The metric that a search and the median over seeds compare, of a task's plain values."""
-    metrics = ["f1"] if task["name"].startswith("squad") else task.get("metrics") or ["accuracy"]
+    metrics = ["f1"] if task["name"].startswith("squad") else metrics_of(task)
     return f"{task['name']}/{metrics[0]}"
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...config.finetune import GLUE, TABLE_COLUMNS, TaskConfig
+from ...config.finetune import GLUE, TABLE_COLUMNS, TaskConfig, metrics_of
 from ...text.input_files import packing_of
 from ...text.tables import check_columns, jsonl_rows, tsv_rows
 from .. import sources
@@ -146,5 +146,4 @@ def _name(column: str | int) -> str:
 
 def scores_of_table(task: TaskConfig, found: list[Any], labels: list[Any], facts: dict[str, Any]) -> dict[str, float]:
     """The task's metrics, in percent."""
-    names = task.metrics or (["accuracy"] if task.labels is not None else ["pearson"])
-    return {f"{task.name}/{name}": METRICS[name](found, labels) for name in names}
+    return {f"{task.name}/{name}": METRICS[name](found, labels) for name in metrics_of(vars(task))}
