@@ -18,14 +18,14 @@ from ..training.run_folder import warn_of_no_progress, write_first_files
 from ..training.session import RankSession
 from .callbacks import Scoring, StepReport
 from .features import Features
+from .glue import DEV_ROWS
 from .outputs import write_outputs
 from .preparing import FinetuneJob
 from .scoring import with_units
 
 # Number of examples of the published sets of Table 5.
 SCORED = {
-    "mnli": {"matched": 9_815, "mismatched": 9_832},
-    "qqp": {"dev": 40_430},
+    **{task: DEV_ROWS[task] for task in ("mnli", "qqp")},
     "squad_v1": {"dev": 10_570},
     "squad_v2": {"dev": 11_873},
     "race": {"test": 4_934},
