@@ -18,7 +18,7 @@ from sharding import random_model, small_config
 
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
-from lmscale.config.zero_shot import BlimpConfig, ZeroShotConfig
+from lmscale.config.zero_shot import TaskConfig, ZeroShotConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation import blimp
 from lmscale.evaluation.blimp import Answer, Blimp, word_ends
@@ -71,7 +71,7 @@ def task_of(folder: Path, family: str, **changes) -> Blimp:
     """The task as a small model of this family reads it."""
     tokenizer = tokenizer_of(family)
     config = config_of(family, **changes)
-    return Blimp.read(BlimpConfig("blimp", str(folder)), tokenizer).for_model(config)
+    return Blimp.read(TaskConfig("blimp", str(folder)), tokenizer).for_model(config)
 
 
 def config_of(family: str, norm_order: str = "pre", max_position_embeddings: int = 40, **changes):
@@ -252,7 +252,7 @@ def test_the_score_is_the_mean_over_paradigms(tmp_path) -> None:
 def test_the_published_pairs_have_the_known_counts(shared_data, monkeypatch) -> None:
     folder = shared_data / "blimp" / "pairs"
     tokenizer = load_published_tokenizer(TokenizerConfig("gpt2", path=str(shared_data / "gpt2-bpe")), "gpt")
-    task = Blimp.read(BlimpConfig("blimp", str(folder)), tokenizer)
+    task = Blimp.read(TaskConfig("blimp", str(folder)), tokenizer)
     counts = Counter(pair.uid for pair in task.pairs)
     assert len(counts) == 67 and set(counts.values()) == {500} and task.counts["pairs"] == 33_500
     published = [json.loads(line) for line in (folder.parent / "published_scores.jsonl").read_text().splitlines()]
@@ -363,7 +363,7 @@ def test_a_sentence_longer_than_the_positions_raises_with_its_line(tmp_path, fam
 
 
 def test_a_tokenizer_of_the_other_family_raises(tmp_path) -> None:
-    read = Blimp.read(BlimpConfig("blimp", str(write_pairs(tmp_path / "pairs"))), tokenizer_of("gpt"))
+    read = Blimp.read(TaskConfig("blimp", str(write_pairs(tmp_path / "pairs"))), tokenizer_of("gpt"))
     with pytest.raises(ValueError, match=r"must have the token \[CLS\]"):
         read.for_model(config_of("bert"))
 

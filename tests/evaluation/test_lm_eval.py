@@ -22,7 +22,7 @@ from crafted import predict_last_words, save_gpt
 
 from lmscale.config import TransformerConfig
 from lmscale.config.data import TokenizerConfig
-from lmscale.config.zero_shot import BlimpConfig
+from lmscale.config.zero_shot import TaskConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
 from lmscale.evaluation.blimp import SENTENCES, Blimp
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
@@ -165,7 +165,7 @@ def test_lm_eval_gives_the_same_likelihoods_of_minimal_pairs_but_counts_ties_as_
     for name, rows in tasks.items():
         file = tmp_path / f"{name}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        task = Blimp.read(BlimpConfig("blimp", str(file)), tokenizer).for_model(model.config)
+        task = Blimp.read(TaskConfig("blimp", str(file)), tokenizer).for_model(model.config)
         ours[name] = task.answers(task.score(model, 8192))
         tasks[name] = files["blimp_local"], file
     own = files["blimp_local"].replace('target_delimiter: ""\n', "")

@@ -12,11 +12,11 @@ from .training import PrecisionConfig
 
 @dataclass(frozen=True)
 class TaskConfig(Checked):
-    """The keys of every task.
+    """The keys of every task; `task=blimp` (minimal pairs of sentences, for a GPT or a BERT) has no others.
 
     Args:
         name: of the task.
-        path: its file.
+        path: its file; of BLiMP the folder of its files, `UID.jsonl` or `UID.jsonl.gz`, one per paradigm.
     """
 
     name: str
@@ -65,22 +65,11 @@ class LambadaConfig(TaskConfig):
     truncate_left: bool = False
 
 
-@dataclass(frozen=True)
-class BlimpConfig(TaskConfig):
-    """`task=blimp`: accuracy on minimal pairs of sentences, of a GPT or a BERT.
-
-    Args:
-        path: folder of BLiMP's files, `UID.jsonl` or `UID.jsonl.gz`, one per paradigm.
-
-    Source: Warstadt et al. 2020.
-    """
-
-
 # The keys of each task, and the class that reads and scores it.
 TASKS = {
     "wikitext103": (WikiText103Config, "lmscale.evaluation.wikitext103:WikiText103"),
     "lambada": (LambadaConfig, "lmscale.evaluation.lambada:Lambada"),
-    "blimp": (BlimpConfig, "lmscale.evaluation.blimp:Blimp"),
+    "blimp": (TaskConfig, "lmscale.evaluation.blimp:Blimp"),
 }
 
 

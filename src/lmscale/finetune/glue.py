@@ -16,16 +16,10 @@ METRICS = {"cola": ["matthews"], "mrpc": ["accuracy", "f1"], "qqp": ["accuracy",
 METRICS |= {"mnli": ["accuracy_matched", "accuracy_mismatched"]}
 # Rows of the published development and test sets.
 DEV_ROWS = {
-    "cola": 1_043,
-    "sst2": 872,
-    "mrpc": 408,
-    "stsb": 1_500,
-    "qqp": 40_430,
-    "qnli": 5_463,
-    "rte": 277,
-    "wnli": 71,
+    **{"cola": {"dev": 1_043}, "sst2": {"dev": 872}, "mrpc": {"dev": 408}, "stsb": {"dev": 1_500}},
+    **{"qqp": {"dev": 40_430}, "mnli": {"matched": 9_815, "mismatched": 9_832}, "qnli": {"dev": 5_463}},
+    **{"rte": {"dev": 277}, "wnli": {"dev": 71}},
 }
-DEV_ROWS = {task: {"dev": rows} for task, rows in DEV_ROWS.items()} | {"mnli": {"matched": 9_815, "mismatched": 9_832}}
 TEST_ROWS = {
     **{"CoLA": 1_063, "SST-2": 1_821, "MRPC": 1_725, "STS-B": 1_379, "QQP": 390_965, "MNLI-m": 9_796},
     **{"MNLI-mm": 9_847, "QNLI": 5_463, "RTE": 3_000, "WNLI": 146, "AX": 1_104},
