@@ -256,6 +256,14 @@ def test_the_dropout_of_the_head_is_kept_or_said_to_change_no_evaluation(
     assert ("no dropout" in caplog.text) == has_dropout
 
 
+def test_the_card_says_that_a_score_is_undefined(run, tmp_path) -> None:
+    path = latest_checkpoint(run.run_dir)
+    copy = shutil.copytree(path, tmp_path / path.name)
+    change_metadata(copy, lambda values: values["state"]["finetune"]["metrics"].update({"qqp/f1": "nan"}))
+    scores = read_head(copy).scores
+    assert scores["qqp/f1"] == "undefined" and scores["qqp/accuracy"].endswith(" %")
+
+
 def lose_task(values: dict) -> None:
     del values["run"]["task"]
 

@@ -91,9 +91,13 @@ def _describe(metadata: CheckpointMetadata) -> PublishedHead:
         dropout=None if kind is HeadKind.SPAN else run["head_dropout"],
         pipeline_tag=_TAGS[kind],
         training=_training(metadata, task),
-        scores={name: f"{float(e['value']):.6g} {e['unit']}" for name, e in with_units(metrics).items()},
+        scores={name: _score(float(entry["value"]), entry["unit"]) for name, entry in with_units(metrics).items()},
         example=_example(kind, task, metrics),
     )
+
+
+def _score(value: float, unit: str) -> str:
+    return "undefined" if math.isnan(value) else f"{value:.6g} {unit}"
 
 
 def _builder(kind: HeadKind, num_outputs: int) -> Callable[[TransformerConfig], nn.Module]:
