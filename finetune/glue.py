@@ -41,7 +41,8 @@ def main() -> int:
     missing = [name for task, name in GLUE.items() if task not in scores or not math.isfinite(scores[task].score)]
     mean = statistics.mean(counted) if counted else -math.inf
     lacks = f", without {', '.join(missing)}" if missing else ""
-    print(f"{f'mean of {len(counted)} tasks' if missing else 'GLUE score'} {shown(mean)}{lacks}")
+    name = f"mean of {len(counted)} task{'s' * (len(counted) != 1)}" if missing else "GLUE score"
+    print(f"{name} {shown(mean)}{lacks}")
     problems = write_submission(scores, folder / "submission.zip")
     if len(problems) == len(TEST_ROWS):
         print("no submission: no median run has predicted a test set (task.submit=true)")
