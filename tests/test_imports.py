@@ -55,6 +55,11 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
         {"checkpoint", "config", "models", "parallel"},
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
+    "trained_model": (
+        "a trained model of either form, loaded at any layout",
+        {"checkpoint", "config", "data", "hugging_face", "models", "parallel", "runtime"},
+        {"torch.distributed"} | FRAMEWORKS - {"torch"},
+    ),
     "text": ("texts on disk: which files are read, their formats, documents, tables", set(), FRAMEWORKS),
     "data": ("token files to samples", {"config", "hashing", "text", "shared_files"}, {"hydra", "omegaconf"}),
     "corpus": (
@@ -71,8 +76,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "models",
             "text",
             "data",
-            "checkpoint",
-            "hugging_face",
+            "trained_model",
             "results",
             "paper",
             "runtime",

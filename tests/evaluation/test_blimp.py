@@ -22,11 +22,12 @@ from lmscale.config.zero_shot import TaskConfig, ZeroShotConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer, train_tokenizer
 from lmscale.evaluation import blimp
 from lmscale.evaluation.blimp import Answer, Blimp, word_ends
-from lmscale.evaluation.loading import check_model, load_model
+from lmscale.evaluation.loading import check_model
 from lmscale.evaluation.zero_shot_job import evaluate, prepare
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.paper import GPT_SIZES, STEPS
 from lmscale.parallel import ParallelContext
+from lmscale.trained_model import load_model
 
 PLAIN = ParallelContext()
 TEXTS = ["the cats sleep, don't they?", "a dog runs with the cats", "who has seen a dog that sleeps"]

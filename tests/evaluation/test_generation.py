@@ -14,13 +14,13 @@ from lmscale.config import TransformerConfig
 from lmscale.config.generate import Sampling
 from lmscale.evaluation import generate_job
 from lmscale.evaluation.generation import Generator, in_batches
-from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.prompts import Prompt, Row
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import GPT
 from lmscale.models.key_value_cache import KeyValueCache
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
+from lmscale.trained_model import load_model
 
 PLAIN = ParallelContext()
 FORMS = list(itertools.product(("pre", "post"), ("sdpa", "exact")))

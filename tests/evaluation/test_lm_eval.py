@@ -26,12 +26,12 @@ from lmscale.config.zero_shot import TaskConfig
 from lmscale.data.tokenizer import Tokenizer, load_published_tokenizer
 from lmscale.evaluation.blimp import SENTENCES, Blimp
 from lmscale.evaluation.lambada import Passage, encode_passages, read_passages
-from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.scoring import last_places
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, vocab_parallel_logits
 from lmscale.text.whole_file import read_text_file
+from lmscale.trained_model import load_model
 
 NUM_LEARNT, ENOUGH_RIGHT = 96, 80
 UIDS, NUM_PAIRS = ("adjunct_island", "animate_subject_trans", "only_npi_scope"), 60

@@ -23,13 +23,7 @@ from lmscale.config import Layout, TransformerConfig
 from lmscale.config.generate import GenerateConfig, GenerateTokenizer
 from lmscale.data.tokenizer import Tokenizer, choose_tokenizer, train_tokenizer
 from lmscale.evaluation import ranks
-from lmscale.evaluation.loading import (
-    check_model,
-    describe_checkpoint,
-    load_model,
-    load_requested_tokenizer,
-    load_saved_tokenizer,
-)
+from lmscale.evaluation.loading import check_model, load_requested_tokenizer
 from lmscale.evaluation.ranks import evaluation_groups, run_on_rank
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.models import BERT, GPT
@@ -38,6 +32,7 @@ from lmscale.parallel.shared_memory import RankGoneError, SharedMemoryError
 from lmscale.runtime.lost_rank import LostRank
 from lmscale.runtime.ranks import AgreedError, Ranks
 from lmscale.runtime.watchdog import Watchdog
+from lmscale.trained_model import describe_checkpoint, load_model, load_saved_tokenizer
 
 PLAIN = ParallelContext()
 TEXTS = ["some text to fit a tokenizer, one, two, three and more words of many kinds"] * 5

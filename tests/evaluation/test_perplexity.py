@@ -12,11 +12,11 @@ from ranks import make_context, run_ranks
 from sharding import COMPLETEP, random_model, small_config
 from transformers import AutoModelForCausalLM
 
-from lmscale.evaluation.loading import load_model
 from lmscale.evaluation.task import perplexity
 from lmscale.evaluation.wikitext103 import WikiText103
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.parallel import ParallelContext
+from lmscale.trained_model import load_model
 
 SHAPES = [(13, 5), (13, 1), (13, 13), (7, 3), (1, 1), (12, 4)]
 WORLD = 4

@@ -11,10 +11,10 @@ from sharding import equal_tensors
 
 from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config import Layout
-from lmscale.evaluation.loading import load_model
 from lmscale.hugging_face.conversion import export_hugging_face, import_hugging_face
 from lmscale.parallel import ParallelContext
 from lmscale.runtime.ranks import Ranks
+from lmscale.trained_model import load_model
 from lmscale.training.announcement import describe_options
 
 BOUND = 1e-12

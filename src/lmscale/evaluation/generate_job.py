@@ -20,8 +20,9 @@ from ..config.generate import GenerateConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
 from ..runtime.exit_codes import DONE
 from ..text.formats import UnreadableError, plain_bytes
+from ..trained_model import load_model
 from .generation import Display, Generator, as_json, in_batches
-from .loading import DTYPES, check_model, load_model
+from .loading import DTYPES, check_model
 from .prompts import Prompt, PromptReader, Row, read_prompts
 from .ranks import RankPlace, run_on_rank
 

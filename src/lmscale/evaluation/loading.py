@@ -1,93 +1,18 @@
-"""Load a trained model for evaluation; all weights come from the checkpoint, otherwise loading fails.
+"""What an evaluation needs to know of a trained model before its ranks start."""
 
-Our own checkpoints are read at any layout directly into this rank's shard. A Hugging Face folder is first converted
-into a temporary folder by the importer, which compares the outputs of both implementations.
-"""
-
-import dataclasses
-import hashlib
-import json
-import socket
-import tempfile
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from ..checkpoint import (
-    METADATA,
-    TOKENIZER_FOLDER,
-    Checkpoint,
-    CheckpointMetadata,
-    find_given,
-)
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
 from ..config.family import family_of
 from ..config.generate import GenerateConfig, GenerateTokenizer
 from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
-from ..hugging_face.config import config_from_hf
-from ..hugging_face.conversion import import_hugging_face
-from ..hugging_face.files import HuggingFaceReader
-from ..models import build_model
-from ..parallel import ParallelContext, padding_of
-from ..runtime.ranks import Ranks
-from ..runtime.world import World, world_from_outside
+from ..trained_model import describe_checkpoint, load_saved_tokenizer
 
-_ALONE = Ranks()
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "encoder.json")
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadedModel:
-    """This rank's shard of a trained model, and its origin.
-
-    Args:
-        model: a `GPT` or `BERT` in evaluation mode, without gradients.
-        checkpoint_id: hash of the weights' checksums and the model's configuration. It depends neither on the path nor
-            on the layout of this run, but on the tp_size with which the checkpoint was written.
-        path: the checkpoint or Hugging Face folder that was read.
-        step: number of optimizer steps taken; 0 for a Hugging Face model.
-    """
-
-    model: nn.Module
-    checkpoint_id: str
-    path: Path
-    step: int
-
-
-def load_model(
-    path: str | Path,
-    context: ParallelContext,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    ranks: Ranks = _ALONE,
-) -> LoadedModel:
-    """Load this rank's shard of the model at `path`, with its weights rounded to `dtype`.
-
-    Args:
-        path: one of our checkpoints at any layout, a run folder (its latest checkpoint), or a folder of a Hugging Face
-            GPT-2, BERT or Megatron-BERT.
-        dtype: type of weights and arithmetic.
-        ranks: all ranks of `context`.
-
-    Raises:
-        AgreedError: the checkpoint is missing, damaged, incomplete, or not written by lmscale.
-        ValueError: `context.tp_size` does not divide the model, or `ranks` are not those of `context`.
-
-    Communicates:
-        all-gathers of short texts over all ranks.
-    """
-    if ranks.size != context.tp_size * context.dp_size:  # one alone would wait for no other rank, and agree with none
-        raise ValueError(f"`ranks` must be the {context.tp_size * context.dp_size} of `context`, but are {ranks.size}")
-    # All ranks take that of the first one: a training may be saving another meanwhile.
-    folder = ranks.broadcast(ranks.agree(partial(find_given, "ckpt", path), first_rank_only=True))
-    load = _load_ours if (folder / METADATA).is_file() else _load_hugging_face
-    return load(folder, context, dtype, device, ranks)
 
 
 def check_model(
@@ -129,87 +54,3 @@ def load_requested_tokenizer(config: GenerateTokenizer) -> Tokenizer | None:
     if config.path is not None and not Path(config.path).exists():
         raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
     return load_published_tokenizer(TokenizerConfig("gpt2", path=config.path, name=config.name))
-
-
-def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
-    """Read the configuration of the model at `path`, of its weights only names and sizes; returns it and its tokenizer
-    folder.
-
-    Raises:
-        CheckpointError: as `load_model`, for errors in the metadata and for files of a wrong length.
-        ValueError: the masked-LM head is untrained.
-    """
-    found = find_given("ckpt", path)
-    if not (found / METADATA).is_file():
-        with HuggingFaceReader(found, "ckpt") as reader:
-            return config_from_hf(reader.values), found
-    checkpoint = Checkpoint.open(found)
-    checkpoint.check_files()
-    if any(name.startswith("lm_head.") for name in checkpoint.metadata.run.get("initialized", ())):
-        raise ValueError(f"`ckpt` must have a trained masked-LM head, but {found} has one that its import has drawn")
-    return checkpoint.model_config(), found.parent / TOKENIZER_FOLDER
-
-
-def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer | None:
-    """Load the tokenizer in `folder`; None if there is none.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    kind = family_of(config.family).corpus.tokenizer
-    return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.family)
-
-
-def _load_ours(
-    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
-) -> LoadedModel:
-    def open_intact() -> tuple[Checkpoint, TransformerConfig]:
-        checkpoint = Checkpoint.open(path)
-        checkpoint.check_intact(ranks.rank, ranks.size)
-        return checkpoint, checkpoint.model_config()
-
-    checkpoint, config = ranks.agree(open_intact)
-    config.check_tensor_parallel(context.tp_size, context.pad_heads)
-    model = build_model(config, context, seed=None, dtype=dtype, device=device)
-    ranks.agree(lambda: _load_weights(model, checkpoint, context))
-    metadata = checkpoint.metadata
-    return LoadedModel(model.eval().requires_grad_(False), _identify(metadata), path, metadata.step)
-
-
-def _load_hugging_face(
-    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
-) -> LoadedModel:
-    """Convert on the first rank of each host into a temporary folder, which all ranks of the host read."""
-    is_first = (world_from_outside() or World()).local_rank == 0
-    with ExitStack() as stack:
-
-        def convert() -> Path:
-            folder = tempfile.TemporaryDirectory(prefix="lmscale_import_", ignore_cleanup_errors=True)
-            return import_hugging_face(path, Path(stack.enter_context(folder)) / "model")
-
-        written = ranks.agree(convert if is_first else lambda: None)
-        places = ranks.gather((socket.gethostname(), written))
-        written = next(place for host, place in places if host == socket.gethostname() and place is not None)
-        loaded = _load_ours(written, context, dtype, device, ranks)
-        ranks.gather(None)  # all ranks have finished reading
-        return dataclasses.replace(loaded, path=path)
-
-
-def _load_weights(model: nn.Module, checkpoint: Checkpoint, context: ParallelContext) -> None:
-    """Read every parameter; raises an error for a finetuned checkpoint, which lacks the model's heads."""
-    with checkpoint.reader(padding_of(model)) as reader:
-        for name, param in model.named_parameters():
-            reader.read_into(f"model/{name}", param.data, context.tp_rank)
-
-
-def _identify(metadata: CheckpointMetadata) -> str:
-    """Return 16 digits of the sha256 of the model's configuration and the weights' checksums."""
-    weights = {
-        key: [str(entry.dtype), entry.shape, [(piece.start, piece.stop, piece.checksum) for piece in entry.pieces]]
-        for key, entry in metadata.tensors.items()
-        if key.startswith("model/")
-    }
-    text = json.dumps([metadata.model, weights], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,7 +16,8 @@ from ..config.family import load
 from ..config.zero_shot import TASKS, ZeroShotConfig
 from ..results import RECORD, check_no_record, new_record, write_record
 from ..runtime.exit_codes import DONE
-from .loading import DTYPES, LoadedModel, check_model, load_model, load_requested_tokenizer
+from ..trained_model import LoadedModel, load_model
+from .loading import DTYPES, check_model, load_requested_tokenizer
 from .ranks import RankPlace, run_on_rank
 from .task import Metrics, Task
 
