@@ -50,6 +50,9 @@ class MemoryEstimate:
             the first layer.
         gradient_in_flight: gradients of the widest tensors of a layer.
         update: with bf16 moments on a GPU that no compiled kernel updates, temporaries of a part.
+        teacher: weights of the teacher, N_t e.
+        teacher_rows: what the loss reads of the teacher, [m, h_t], or of its cache; kept through both passes.
+        teacher_forward: activations at the peak of the teacher's forward pass, which precedes the student's.
     """
 
     weights: int
@@ -63,17 +66,23 @@ class MemoryEstimate:
     first_layer: int
     gradient_in_flight: int
     update: int
+    teacher: int = 0
+    teacher_rows: int = 0
+    teacher_forward: int = 0
 
     @property
     def total(self) -> int:
-        """Peak bytes: in the backward pass of the loss, of the last layer or of the first, or in the update.
+        """Peak bytes: in the teacher's forward pass, in the backward pass of the loss, of the last layer or of the
+        first, or in the update.
 
         Between the layers activations are freed, so the peak is at one of the ends.
         """
         last_layer = self.projection_gradient + self.recomputed_layer + self.gradient_in_flight
         at_end = self.activations + max(self.logits, last_layer)
         at_start = self.gradient_copy + self.first_layer + self.gradient_in_flight
-        return self.weights + self.optimizer_state + self.gradients + max(at_end, at_start, self.update)
+        in_student = self.teacher_rows + max(at_end, at_start)
+        state = self.weights + self.optimizer_state + self.gradients + self.teacher
+        return state + max(self.teacher_forward, in_student, self.update)
 
 
 def estimate_memory(job: Workload, layout: Layout) -> MemoryEstimate:
@@ -158,6 +167,7 @@ def stage_memory(job: Workload, layout: Layout, stage: int = 0) -> MemoryEstimat
         first_layer=layer + mask,
         gradient_in_flight=_in_flight_bytes(job, layout),
         update=int(MOMENT_TENSORS_IN_FLIGHT * widened * FP32_BYTES),
+        **_teacher_bytes(job, layout),
     )
 
 
@@ -166,9 +176,47 @@ def _loss_bytes(job: Workload, layout: Layout) -> int:
     columns, e, wide = job.config.padded_vocab_size // layout.tp_size, job.weight_bytes, job.wide_bytes
     at_once, weight = rows_at_once(columns, job.on_gpu), columns * job.config.hidden_size
     piece = min(job.num_scored, at_once) * columns
+    buffers, temporary = _logits_bytes(job)
     kept = e if job.num_scored <= 2 * at_once and not job.on_gpu else wide  # a CPU adds two pieces without fp32
     total = weight * kept if job.num_scored > at_once else 0  # a single piece needs no sum
-    return total + max(piece * (e + wide), piece * e + weight * e)
+    return total + max(piece * (buffers + temporary), piece * buffers + weight * e)
+
+
+def _logits_bytes(job: Workload) -> tuple[int, int]:
+    """Bytes per logit of the loss: of the student's and the teacher's, and of temporaries.
+
+    A teacher's logits have the weights' type, those that a cache gives are wide. Eager code needs a wide temporary for
+    each of the two distributions, and one more for what it computes from both.
+    """
+    e, wide, num_wide = job.weight_bytes, job.wide_bytes, 1 if _is_compiled(job) else 3
+    if job.teacher is not None:
+        return 2 * e, num_wide * wide
+    return (e, wide) if job.top_k is None else (e + wide, num_wide * wide)
+
+
+def _teacher_bytes(job: Workload, layout: Layout) -> dict[str, int]:
+    """The parts of `MemoryEstimate` that a teacher adds; of a cache int64 ids and wide log-probabilities.
+
+    In a layer without a backward pass the most is alive at the end of the MLP: the sums before and after attention, the
+    embedding, the MLP's input and output, 5 b s h e, and input and output of the GELU; or in the softmax of exact
+    attention, whose scores are there twice in fp32 at least, and of half types once more.
+    """
+    if job.top_k is not None:
+        return {"teacher_rows": job.num_scored * (job.top_k * 8 + (job.top_k + 1) * job.wide_bytes)}
+    teacher = job.teacher_job
+    if teacher is None:
+        return {}
+    config, e, wide, p = teacher.config, teacher.weight_bytes, teacher.wide_bytes, layout.tp_size
+    row = teacher.tokens * config.hidden_size * e
+    forward = 5 * row + 2 * config.ffn_size * teacher.tokens * e // p
+    if keeps_scores(teacher):
+        scores = teacher.tokens * teacher.seq_length * config.padded_heads(p) * (2 * wide + (e if e < wide else 0))
+        forward = max(forward, 4 * row + (3 * config.padded_width(p) * teacher.tokens * e + scores) // p)
+    return {
+        "teacher": num_rank_parameters(config, layout) * e,
+        "teacher_rows": job.num_scored * config.hidden_size * e,
+        "teacher_forward": forward,
+    }
 
 
 def _is_compiled(job: Workload) -> bool:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import RECOMPUTE_MODES, Layout, Recompute, TransformerConfig
+from ..config.checks import require
+from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
@@ -30,6 +32,8 @@ class Workload:
         half_moments: AdamW's moments are kept in bf16, and converted to fp32 tensor by tensor.
         compiles: the layers and the optimizer are compiled.
         on_gpu: a GPU has a flash kernel with attention dropout, LayerNorms in half types and larger pieces of the loss.
+        teacher: the model that `config` is distilled from, with the same vocabulary.
+        top_k: log-probabilities per scored token, read from a cache in place of a teacher.
     """
 
     config: TransformerConfig
@@ -41,6 +45,8 @@ class Workload:
     half_moments: bool = False
     compiles: bool = False
     on_gpu: bool = True
+    teacher: TransformerConfig | None = None
+    top_k: int | None = None
 
     @classmethod
     def of(cls, request: PlanConfig | RunConfig, attention: str = "sdpa", **machine: Any) -> "Workload":
@@ -81,6 +87,23 @@ class Workload:
         """Scored tokens m of a micro-batch."""
         return self.micro_batch_size * scored_tokens(self.config, self.seq_length)
 
+    @property
+    def teacher_job(self) -> "Workload | None":
+        """The teacher's forward pass as a job: without dropout and recomputation, with the run's attention kernel and
+        the student's padding of the vocabulary; bf16 where the student has float8 products."""
+        if self.teacher is None:
+            return None
+        own = dict.fromkeys(("hidden_dropout", "attention_dropout", "embedding_dropout"), 0.0) | {"recompute": "none"}
+        shared = {name: getattr(self.config, name) for name in ("attention", "vocab_size", "vocab_multiple")}
+        config = dataclasses.replace(self.teacher, **own, **shared)
+        dtype = "bf16" if self.dtype == "fp8" else self.dtype
+        return dataclasses.replace(self, config=config, dtype=dtype, teacher=None)
+
+    @property
+    def models(self) -> list[TransformerConfig]:
+        """The model that is trained, and its teacher if there is one."""
+        return [each.config for each in (self, self.teacher_job) if each is not None]
+
     def own_tokens(self, layout: Layout) -> int:
         """Tokens of a rank outside the parallel region: b s, with sequence parallelism b s / p."""
         return self.tokens // layout.tp_size if layout.cuts_sequence else self.tokens
@@ -90,8 +113,17 @@ class Workload:
         return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise the ValueError of `Layout.divide` unless a grid divides this training."""
+        """Raise the ValueError of `Layout.divide` unless a grid divides this training, and its teacher.
+
+        Raises:
+            ValueError: also if the teacher has fewer positions than a sequence has tokens.
+        """
         layout.divide(self.config, self.micro_batch_size, self.global_batch_size, self.seq_length, self.dtype)
+        for teacher in self.models[1:]:
+            with keys_of(TransformerConfig, "teacher.model."):
+                teacher.check_tensor_parallel(layout.tp_size, layout.pad_heads)
+                rule = f"at least `data.seq_length` ({self.seq_length})"
+                require(teacher, "max_position_embeddings", rule, teacher.max_position_embeddings >= self.seq_length)
 
     def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Workload":
         """The same training with a different micro-batch or recomputation mode."""
@@ -135,9 +167,10 @@ def layout_at(job: Workload, request: ParallelConfig, tp_size: int, pp_size: int
 
 
 def tensor_sizes(job: Workload, pad_heads: bool, largest: int) -> list[int]:
-    """Every `tp_size` up to `largest` and the number of heads that cuts the model into equal shards, ascending."""
-    largest = min(largest, job.config.num_attention_heads)
-    return [size for size in job.config.tensor_parallel_sizes(pad_heads) if size <= largest]
+    """Every `tp_size` up to `largest` and the heads that cuts the job's models into equal shards, ascending."""
+    largest = min(largest, *(model.num_attention_heads for model in job.models))
+    sizes = set.intersection(*(set(model.tensor_parallel_sizes(pad_heads)) for model in job.models))
+    return [size for size in sorted(sizes) if size <= largest]
 
 
 def auto_tp_sizes(job: Workload, pad_heads: bool, largest: int | None = None) -> list[int]:
@@ -166,8 +199,10 @@ def no_size_fits(request: ParallelConfig, why: str) -> ValueError:
 
 
 def stage_numbers(job: Workload) -> list[int]:
-    """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers."""
-    most = 1 if job.config.traits.transformer_inputs is None else job.config.num_layers
+    """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers; 1 with a
+    teacher or its cache."""
+    has_teacher = job.teacher is not None or job.top_k is not None
+    most = 1 if has_teacher or job.config.traits.transformer_inputs is None else job.config.num_layers
     return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
 
 
