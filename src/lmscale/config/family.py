@@ -79,8 +79,9 @@ class Family:
 
     Args:
         model: a class of `(config, context)` whose `transformer` is a `Transformer`.
-        loss: a module with `TERMS` (by name, of what each loss is a mean), `loss_counts(batch)`,
-            `loss_sums(model, batch, sample_keys)` and `token_logits(model, batch)`.
+        loss: a module with `TERMS` (by name, of what each loss is a mean; the first is that of the tokens),
+            `loss_counts(batch)`, `loss_sums(model, batch, sample_keys)` and `token_logits(model, batch)`; for a teacher
+            `output_projection(model, batch)`, and `loss_sums` appends the divergence from `batch["targets"]`.
         samples: a function of (prepared corpus, split, part, data config, seed, number=0, num_samples=None): `number`
             is that of the dataset in its blend; `num_samples` is what the run takes from it if it is shuffled.
         corpus: the token files it trains on.

@@ -10,6 +10,7 @@ from ...parallel import (
     LayerNorm,
     ParallelContext,
     ReplicatedLinear,
+    SoftTargets,
     describe_parameters,
     linear_cross_entropy,
     parameter,
@@ -49,10 +50,12 @@ class MaskedLanguageModelHead(nn.Module):
         approximation = "tanh" if self.config.gelu_form == "tanh" else "none"
         return scaled(self.norm(F.gelu(self.dense(hidden), approximate=approximation)), self.output_factor)
 
-    def sum_losses(self, rows: Tensor, word_embedding: Tensor, labels: Tensor, compiles: bool) -> Tensor:
-        """Sum of the losses in nats; rows [n, h], labels int64 [n]; communicates as `linear_cross_entropy` does."""
-        rows, vocab_size = self.transform(rows), self.config.vocab_size
-        return linear_cross_entropy(rows, word_embedding, self.bias, labels, vocab_size, self.context, compiles)
+    def sum_losses(
+        self, rows: Tensor, word_embedding: Tensor, labels: Tensor, compiles: bool, targets: SoftTargets | None
+    ) -> Tensor:
+        """See `linear_cross_entropy`; rows [n, h], labels int64 [n]."""
+        inputs = self.transform(rows), word_embedding, self.bias, labels, self.config.vocab_size
+        return linear_cross_entropy(*inputs, self.context, compiles, targets)
 
 
 class BERT(LanguageModel):
@@ -65,7 +68,10 @@ class BERT(LanguageModel):
         for real tokens, or None; labels int64 [b, s] with -100 where not masked, or None; sample_keys int32 [b] of the
         dropout masks, or None where one process draws them; scored int64 [m], the indices of flattened labels that are
         not -100, or None: the model finds them, and the host waits for a GPU. Returns (logits [b, s, v/p] without
-        labels, else the sum of the losses in nats; sentence-order logits [b, 2]).
+        labels, else what `linear_cross_entropy` does of the scored positions; sentence-order logits [b, 2]).
+
+    Args:
+        targets: of a teacher, for the scored positions.
 
     Communicates:
         over the tensor group: the transformer's; backward one all-reduce of the tied projection, of [b, s, h], with
@@ -89,6 +95,7 @@ class BERT(LanguageModel):
         labels: Tensor | None = None,
         sample_keys: Tensor | None = None,
         scored: Tensor | None = None,
+        targets: SoftTargets | None = None,
     ) -> tuple[Tensor, Tensor]:
         if token_types is None:
             token_types = torch.zeros_like(tokens)
@@ -100,8 +107,8 @@ class BERT(LanguageModel):
         if scored is None:
             scored = scored_positions(labels)
         rows = hidden.flatten(0, 1).index_select(0, scored)
-        weight = self.transformer.word_embedding.weight
-        loss = self.lm_head.sum_losses(rows, weight, labels.flatten().index_select(0, scored), self.compiles)
+        labels, weight = labels.flatten().index_select(0, scored), self.transformer.word_embedding.weight
+        loss = self.lm_head.sum_losses(rows, weight, labels, self.compiles, targets)
         return loss, order_logits
 
     def logits(self, hidden: Tensor) -> Tensor:

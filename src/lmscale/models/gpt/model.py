@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ...parallel import linear_cross_entropy, vocab_parallel_logits
+from ...parallel import SoftTargets, linear_cross_entropy, vocab_parallel_logits
 from ..key_value_cache import KeyValueCache
 from ..language_model import LanguageModel
 from ..parametrization import scaled
@@ -15,7 +15,10 @@ class GPT(LanguageModel):
     Shapes:
         tokens int64 [b, s]; labels int64 [b, s] (the next token; -100 is not scored) or None; sample_keys int32 [b] of
         the dropout masks, or None where one process draws them; attention_mask bool or 0 and 1 [b, s], true for real
-        tokens, or None. Returns logits [b, s, v/p] without labels, else the sum of the losses in nats.
+        tokens, or None. Returns logits [b, s, v/p] without labels, else what `linear_cross_entropy` does of all rows.
+
+    Args:
+        targets: of a teacher, for these rows.
 
     Communicates:
         over the tensor group: the transformer's; backward one all-reduce of [b, s, h] of the tied projection; with
@@ -30,13 +33,14 @@ class GPT(LanguageModel):
         labels: Tensor | None = None,
         sample_keys: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        targets: SoftTargets | None = None,
     ) -> Tensor:
         hidden = self.transformer(tokens, attention_mask=attention_mask, sample_keys=sample_keys)
         if labels is None:
             return self.logits(hidden)
         rows = scaled(hidden.flatten(0, 1), self.config.scaling.output_factor)
-        labels, weight = labels.flatten(), self.transformer.word_embedding.weight
-        return linear_cross_entropy(rows, weight, None, labels, self.config.vocab_size, self.context, self.compiles)
+        inputs = rows, self.transformer.word_embedding.weight, None, labels.flatten(), self.config.vocab_size
+        return linear_cross_entropy(*inputs, self.context, self.compiles, targets)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of every word, [..., h] to [..., v/p]."""

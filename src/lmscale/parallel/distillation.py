@@ -1,0 +1,157 @@
+"""What a teacher adds to the chunked loss: T^2 KL(teacher || student), over a vocabulary cut over the tensor ranks.
+
+Legend: s logits of the student, t of the teacher, T temperature, q_T = softmax(s / T), p = softmax(t / T), n rows.
+
+Source: Hinton et al. 2015.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .context import ParallelContext
+
+_NEVER = float("-inf")
+
+
+@dataclass
+class SoftTargets(ABC):
+    """The teacher's distribution for every row of the loss.
+
+    Args:
+        temperature: T, above 0.
+        weight: alpha: the loss is (1 - alpha) x the labels' + alpha x T^2 KL.
+    """
+
+    temperature: float
+    weight: float
+
+    @abstractmethod
+    def logits(self, rows: slice, student: Tensor, context: ParallelContext) -> Tensor:
+        """The teacher's logits of some rows, -inf for what it never predicts; the caller may overwrite them.
+
+        Shapes:
+            student [n, v/p], this rank's columns of the student's logits; returns [n, v/p].
+        """
+
+
+@dataclass
+class ProjectedTargets(SoftTargets):
+    """The distribution of a teacher that runs beside the student.
+
+    Shapes:
+        rows [n, h]; word_embedding [v/p, h]; bias [v/p] or None, with the padded vocabulary v of the student.
+
+    Args:
+        vocab_size: ids that the teacher predicts.
+    """
+
+    rows: Tensor
+    word_embedding: Tensor
+    bias: Tensor | None
+    vocab_size: int
+    _buffer: Tensor | None = None
+
+    def logits(self, rows: slice, student: Tensor, context: ParallelContext) -> Tensor:
+        """See `SoftTargets`; communicates nothing."""
+        if self._buffer is None:  # the first chunk is the longest
+            self._buffer = torch.empty_like(student)
+        own, weight, out = self.rows[rows], self.word_embedding.t(), self._buffer[: len(student)]
+        torch.mm(own, weight, out=out) if self.bias is None else torch.addmm(self.bias, own, weight, out=out)
+        out[:, used_columns(self.vocab_size, out.shape[1], context) :] = _NEVER
+        return out
+
+
+@dataclass
+class CachedTargets(SoftTargets):
+    """The distribution of the k most probable ids, with all others as one bucket: their probabilities are in the
+    proportions that the student gives them, which is the smallest divergence.
+
+    So the divergence is one of distributions, never negative, and its gradient is T (q_T - p) as for a whole teacher.
+
+    Shapes:
+        log_p [n, k + 1], log-probabilities at T of the ids, and of all others together (-inf if there are none); ids
+        int64 [n, k].
+    """
+
+    log_p: Tensor
+    ids: Tensor
+    _buffer: Tensor | None = None
+
+    def logits(self, rows: slice, student: Tensor, context: ParallelContext) -> Tensor:
+        """See `SoftTargets`.
+
+        Communicates:
+            over the tensor group two all-reduces of [n]: maximum and sum of the student's other columns. Subtracting
+            the probabilities of the ids from 1 would leave nothing of what a confident student gives the others.
+        """
+        wide, width = wide_type(student.dtype), student.shape[1]
+        log_p, scale = self.log_p[rows].to(wide), self.temperature
+        if self._buffer is None:
+            self._buffer = torch.empty(len(student), width + 1, dtype=wide, device=student.device)
+        column, elsewhere = context.local_ids(self.ids[rows], width)
+        column = column.masked_fill(elsewhere, width)  # a column that is cut off: no id is picked on the host
+        whole = self._buffer[: len(student)]
+        out = whole[:, :width]
+        out.copy_(student)
+        whole.scatter_(1, column, _NEVER)
+        maximum = context.tp_communicator.all_reduce(out.amax(dim=-1), "max")
+        maximum = maximum.masked_fill(maximum == _NEVER, 0.0)
+        total = context.tp_communicator.all_reduce(out.sub(maximum.unsqueeze(-1)).div_(scale).exp_().sum(dim=-1))
+        others, log_total = log_p[:, -1], total.log() + maximum / scale
+        shift = (scale * (others - log_total)).masked_fill((others == _NEVER) | (log_total == _NEVER), _NEVER)
+        out.add_(shift.unsqueeze(-1))
+        whole.scatter_(1, column, scale * log_p[:, :-1])
+        return out
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """fp32 for half types, which lose the sum of 51,200 exponentials; fp32 and fp64 stay."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def used_columns(vocab_size: int, width: int, context: ParallelContext) -> int:
+    """How many of this rank's `width` columns are ids; the others are padding."""
+    return min(max(vocab_size - context.tp_rank * width, 0), width)
+
+
+def maxima(student: Tensor, teacher: Tensor) -> Tensor:
+    """The largest logit of each row, wide [2, n]."""
+    return torch.stack([logits.amax(dim=-1).to(wide_type(student.dtype)) for logits in (student, teacher)])
+
+
+def sums(student: Tensor, teacher: Tensor, largest: Tensor, temperature: float) -> Tensor:
+    """This rank's part of three normalizers and of the divergence, wide [4, n]: those of q_1, q_T and p, and the sum of
+    e^t' (t' - s'), with s' = (s - max s) / T and t' alike.
+    """
+    s = student.to(largest.dtype, copy=True).sub_(largest[0].unsqueeze(-1))
+    of_labels = s.exp().sum(dim=-1)
+    t = teacher.to(largest.dtype, copy=True).sub_(largest[1].unsqueeze(-1))
+    of_student = of_labels
+    if temperature != 1.0:
+        s, t = s.div_(temperature), t.div_(temperature)
+        of_student = s.exp().sum(dim=-1)
+    difference = s.neg_().add_(t)
+    p = t.exp_()
+    # Where p is 0 the difference may be infinite, or not a number in the padding.
+    difference = difference.mul_(p).masked_fill_(p == 0, 0.0)
+    return torch.stack([of_labels, of_student, p.sum(dim=-1), difference.sum(dim=-1)])
+
+
+def mixed_gradient(student: Tensor, teacher: Tensor, log_totals: Tensor, temperature: float, weight: float) -> Tensor:
+    """(1 - alpha) q_1 + alpha T (q_T - p), in the memory of the student's logits.
+
+    Shapes:
+        log_totals wide [3, n], the logarithms of the normalizers of s, s / T and t / T; inf where a row is not scored.
+    """
+    of_labels, of_student, of_teacher = log_totals.unsqueeze(-1)
+    s, t = student.to(log_totals.dtype), teacher.to(log_totals.dtype)
+    if temperature == 1.0:
+        mixed = s.sub_(of_labels).exp_().sub_(t.sub_(of_teacher).exp_(), alpha=weight)
+    else:
+        p = t.div_(temperature).sub_(of_teacher).exp_()
+        soft = s.div(temperature).sub_(of_student).exp_().sub_(p)
+        mixed = s.sub_(of_labels).exp_().mul_(1 - weight).add_(soft, alpha=weight * temperature)
+    return student.copy_(mixed)

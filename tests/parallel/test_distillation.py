@@ -1,0 +1,181 @@
+"""The chunked loss with a teacher against torch on full logits, on one, two and four processes."""
+
+import math
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import make_context, run_ranks
+from sharding import largest
+from torch import Tensor
+
+from lmscale import partition
+from lmscale.parallel import (
+    CachedTargets,
+    ParallelContext,
+    ProjectedTargets,
+    chunked_cross_entropy,
+    linear_cross_entropy,
+)
+
+N, H, H_T, V, USED = 23, 8, 5, 44, 33  # rows, widths of student and teacher, padded and real vocabulary
+SETTINGS = list(product((1.0, 2.0), (0.0, 0.5, 1.0)))  # temperature, weight
+SOURCES = ("teacher", 7, 1, USED)  # whose distribution: the model's, or a cache of so many ids
+
+
+def make_inputs(dtype: torch.dtype = torch.float64, spread: float = 1.0) -> dict[str, Tensor]:
+    """Rows, tables and biases of student and teacher; the labels, some of which are not scored."""
+    draw = torch.Generator().manual_seed(5)
+    shapes = {"rows": (N, H), "weight": (V, H), "bias": (V,), "t_rows": (N, H_T), "t_weight": (V, H_T), "t_bias": (V,)}
+    found = {
+        name: (spread * torch.randn(shape, generator=draw, dtype=torch.float64)).to(dtype)
+        for name, shape in shapes.items()
+    }
+    found["labels"] = torch.randint(0, USED, (N,), generator=draw)
+    found["labels"][::4] = -100
+    return found
+
+
+def teacher_log_p(inputs: dict[str, Tensor], temperature: float) -> Tensor:
+    logits = (inputs["t_rows"] @ inputs["t_weight"].t() + inputs["t_bias"])[:, :USED]
+    return (logits.double() / temperature).log_softmax(-1)
+
+
+def cached(inputs: dict[str, Tensor], temperature: float, top_k: int) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of the most probable ids and of all others together, and the ids."""
+    log_p, ids = teacher_log_p(inputs, temperature).topk(top_k, -1)
+    others = teacher_log_p(inputs, temperature).scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p, others], dim=1), ids
+
+
+def plain_losses(inputs: dict[str, Tensor], temperature: float, source: str | int) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and T^2 KL of every scored row, from full logits by torch alone."""
+    scored = inputs["labels"] != -100
+    logits = (inputs["rows"] @ inputs["weight"].t() + inputs["bias"])[scored, :USED].double()
+    log_q, log_p = (logits / temperature).log_softmax(-1), teacher_log_p(inputs, temperature)[scored]
+    if source not in ("teacher", USED):  # the others as one outcome
+        ids = log_p.topk(source, -1).indices
+
+        def merged(log_x: Tensor) -> Tensor:
+            others = log_x.masked_fill(torch.zeros_like(log_x).scatter(1, ids, 1.0).bool(), -math.inf)
+            return torch.cat([log_x.gather(1, ids), others.logsumexp(-1, keepdim=True)], dim=1)
+
+        log_q, log_p = merged(log_q), merged(log_p)
+    divergence = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    return F.cross_entropy(logits, inputs["labels"][scored], reduction="none"), temperature**2 * divergence
+
+
+def targets_of(inputs: dict[str, Tensor], temperature: float, weight: float, source: str | int, part: slice = slice(V)):
+    if source == "teacher":
+        tables = inputs["t_weight"][part], inputs["t_bias"][part]
+        return ProjectedTargets(temperature, weight, inputs["t_rows"], *tables, USED)
+    return CachedTargets(temperature, weight, *cached(inputs, temperature, source))
+
+
+def found_and_wanted(
+    temperature: float, weight: float, source: str | int, context: ParallelContext
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Both losses and the gradients of rows, weight and bias, of the mixed loss."""
+    mix = torch.tensor([1 - weight, weight], dtype=torch.float64) * 0.25
+    inputs, part = (
+        make_inputs(),
+        slice(context.tp_rank * V // context.tp_size, (context.tp_rank + 1) * V // context.tp_size),
+    )
+    leaves = [inputs[name].requires_grad_() for name in ("rows", "weight", "bias")]
+    losses = torch.stack([each.sum() for each in plain_losses(inputs, temperature, source)])
+    wanted = [losses.detach(), *torch.autograd.grad((losses * mix).sum(), leaves)]
+    mine = [inputs["rows"], *(inputs[name][part].detach().requires_grad_() for name in ("weight", "bias"))]
+    targets = targets_of(inputs, temperature, weight, source, part)
+    losses = linear_cross_entropy(*mine, inputs["labels"], USED, context, targets=targets)
+    found = [losses.detach(), *torch.autograd.grad((losses * mix).sum(), mine)]
+    return found, [*wanted[:2], wanted[2][part], wanted[3][part]]
+
+
+def error(found: list[Tensor], wanted: list[Tensor]) -> float:
+    return largest((a - b).abs().max() / b.abs().max().clamp(min=1e-3) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("temperature, weight", SETTINGS)
+@pytest.mark.parametrize("at_once", [3 * V, 100 * V])
+def test_both_losses_and_the_gradients_equal_those_from_full_logits(
+    temperature: float, weight: float, source: str | int, at_once: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", at_once)
+    assert error(*found_and_wanted(temperature, weight, source, ParallelContext())) < 1e-13
+
+
+def _on_a_rank(rank: int, tp_size: int) -> list[float]:
+    partition.LOGITS_AT_ONCE = 7 * V // tp_size  # several chunks
+    context = make_context(tp_size)
+    return [error(*found_and_wanted(*setting, source, context)) for setting in SETTINGS for source in SOURCES]
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_with_a_part_of_the_vocabulary_equal_one_process(tp_size: int) -> None:
+    """At tp_size 4 the last rank has padding alone."""
+    for errors in run_ranks(_on_a_rank, tp_size, tp_size):
+        assert max(errors) < 1e-13
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient_of_it(temperature: float) -> None:
+    inputs = make_inputs()
+    own = [inputs[name].requires_grad_() for name in ("rows", "weight", "bias")]
+    targets = ProjectedTargets(temperature, 1.0, *(each.detach() for each in own), USED)
+    losses = linear_cross_entropy(*own, inputs["labels"], USED, ParallelContext(), targets=targets)
+    assert abs(losses[1].item()) < 1e-12
+    assert all(grad.abs().max() < 1e-12 for grad in torch.autograd.grad(losses[1], own))
+
+
+@pytest.mark.parametrize("source", ["teacher", 7])
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
+def test_half_types_are_as_accurate_as_their_products(dtype: torch.dtype, bound: float, source: str | int) -> None:
+    inputs, mix = make_inputs(dtype), torch.tensor([0.5, 0.5])
+    leaves = [inputs[name].requires_grad_() for name in ("rows", "weight", "bias")]
+    losses = linear_cross_entropy(
+        *leaves, inputs["labels"], USED, ParallelContext(), targets=targets_of(inputs, 2.0, 0.5, source)
+    )
+    assert losses.dtype == torch.float32
+    found = [losses.detach(), *torch.autograd.grad((losses * mix * 0.25).sum(), leaves)]
+    exact = {name: x.detach().double() if x.is_floating_point() else x for name, x in inputs.items()}
+    own = [exact[name].requires_grad_() for name in ("rows", "weight", "bias")]
+    whole = torch.stack([each.sum() for each in plain_losses(exact, 2.0, source)])
+    wanted = [whole.detach(), *torch.autograd.grad((whole * mix.double() * 0.25).sum(), own)]
+    assert error([x.double() for x in found], wanted) < bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spread", [0.01, 3.0, 60.0])
+def test_top_k_is_finite_and_never_negative(dtype: torch.dtype, spread: float) -> None:
+    """From uniform students to some that give all others than the likeliest id less than 1e-300."""
+    draw, number = torch.Generator().manual_seed(1), 10_000
+    logits = (spread * torch.randn(number, V, generator=draw)).to(dtype)
+    teacher = (3 * torch.randn(number, USED, generator=draw, dtype=torch.float64)).log_softmax(-1)
+    log_p, ids = teacher.topk(5, -1)
+    # The student's likeliest ids are the teacher's in half of the rows: then nothing of its probability is elsewhere.
+    half = slice(number // 2)
+    logits[half] = logits[half].scatter(1, ids[half], logits[half].sort(dim=1, descending=True).values[:, :5])
+    others = teacher.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    targets = CachedTargets(1.0, 1.0, torch.cat([log_p, others], dim=1).to(dtype), ids)
+    logits[:, USED:], context = -math.inf, ParallelContext()
+    merged = targets.logits(slice(number), logits, context)
+    losses, log_totals, place = chunked_cross_entropy._compare(
+        logits, merged, torch.zeros(number, dtype=torch.int64), targets, context, False
+    )
+    assert losses[1].isfinite().all() and (losses[1] >= 0).all()
+    assert chunked_cross_entropy._mixed_gradient(logits, merged, log_totals, place, targets, False).isfinite().all()
+
+
+@pytest.mark.parametrize("source", ["teacher", 7])
+def test_compiled_passes_give_the_same(source: str | int) -> None:
+    inputs = make_inputs(torch.float32)
+    leaves = [inputs[name].requires_grad_() for name in ("rows", "weight", "bias")]
+    run = partial(linear_cross_entropy, *leaves, inputs["labels"], USED, ParallelContext())
+    found = []
+    for compiled in (False, True):
+        losses = run(compiled=compiled, targets=targets_of(inputs, 2.0, 0.3, source))
+        found.append([losses.detach(), *torch.autograd.grad((losses * torch.tensor([0.7, 0.3])).sum(), leaves)])
+    assert error(*found) < 1e-5
