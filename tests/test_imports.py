@@ -57,7 +57,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
     ),
     "trained_model": (
         "a trained model of either form, loaded at any layout",
-        {"checkpoint", "config", "data", "hugging_face", "models", "parallel", "runtime"},
+        {"checkpoint", "config", "data", "hugging_face", "kernels", "models", "parallel", "runtime"},
         {"torch.distributed"} | FRAMEWORKS - {"torch"},
     ),
     "text": ("texts on disk: which files are read, their formats, documents, tables", set(), FRAMEWORKS),
@@ -97,6 +97,7 @@ RULES: dict[str, tuple[str, set[str], set[str]]] = {
             "data",
             "runtime",
             "shared_files",
+            "trained_model",
         },
         {"hydra", "omegaconf"},
     ),

@@ -9,9 +9,11 @@ import hashlib
 import json
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from .data.tokenizer import Tokenizer, load_published_tokenizer
 from .hugging_face.config import config_from_hf
 from .hugging_face.conversion import import_hugging_face
 from .hugging_face.files import HuggingFaceReader
+from .kernels import PLAIN, Kernels
 from .models import build_model
 from .parallel import ParallelContext, padding_of
 from .runtime.ranks import Ranks
@@ -57,6 +60,8 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     ranks: Ranks = _ALONE,
+    adapt: Callable[[TransformerConfig], TransformerConfig] | None = None,
+    kernels: Kernels = PLAIN,
 ) -> LoadedModel:
     """Load this rank's shard of the model at `path`, with its weights rounded to `dtype`.
 
@@ -65,6 +70,8 @@ def load_model(
             GPT-2, BERT or Megatron-BERT.
         dtype: type of weights and arithmetic.
         ranks: all ranks of `context`.
+        adapt: returns the configuration to build, of the same sizes but for the rows of its vocabulary.
+        kernels: see `build_model`.
 
     Raises:
         AgreedError: the checkpoint is missing, damaged, incomplete, or not written by lmscale.
@@ -78,10 +85,10 @@ def load_model(
     # All ranks take that of the first one: a training may be saving another meanwhile.
     folder = ranks.broadcast(ranks.agree(partial(find_given, "ckpt", path), first_rank_only=True))
     load = _load_ours if (folder / METADATA).is_file() else _load_hugging_face
-    return load(folder, context, dtype, device, ranks)
+    return load(folder, context, ranks, adapt, {"dtype": dtype, "device": device, "kernels": kernels})
 
 
-def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
+def describe_checkpoint(path: str | Path, key: str = "ckpt") -> tuple[TransformerConfig, Path]:
     """Read the configuration of the model at `path`, of its weights only names and sizes; returns it and its tokenizer
     folder.
 
@@ -89,14 +96,14 @@ def describe_checkpoint(path: str | Path) -> tuple[TransformerConfig, Path]:
         CheckpointError: as `load_model`, for errors in the metadata and for files of a wrong length.
         ValueError: the masked-LM head is untrained.
     """
-    found = find_given("ckpt", path)
+    found = find_given(key, path)
     if not (found / METADATA).is_file():
-        with HuggingFaceReader(found, "ckpt") as reader:
+        with HuggingFaceReader(found, key) as reader:
             return config_from_hf(reader.values), found
     checkpoint = Checkpoint.open(found)
     checkpoint.check_files()
     if any(name.startswith("lm_head.") for name in checkpoint.metadata.run.get("initialized", ())):
-        raise ValueError(f"`ckpt` must have a trained masked-LM head, but {found} has one that its import has drawn")
+        raise ValueError(f"`{key}` must have a trained masked-LM head, but {found} has one that its import has drawn")
     return checkpoint.model_config(), found.parent / TOKENIZER_FOLDER
 
 
@@ -113,7 +120,7 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
 
 
 def _load_ours(
-    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
+    path: Path, context: ParallelContext, ranks: Ranks, adapt: Callable[..., Any] | None, options: dict[str, Any]
 ) -> LoadedModel:
     def open_intact() -> tuple[Checkpoint, TransformerConfig]:
         checkpoint = Checkpoint.open(path)
@@ -121,15 +128,16 @@ def _load_ours(
         return checkpoint, checkpoint.model_config()
 
     checkpoint, config = ranks.agree(open_intact)
+    config = config if adapt is None else adapt(config)
     config.check_tensor_parallel(context.tp_size, context.pad_heads)
-    model = build_model(config, context, seed=None, dtype=dtype, device=device)
+    model = build_model(config, context, seed=None, **options)
     ranks.agree(lambda: _load_weights(model, checkpoint, context))
     metadata = checkpoint.metadata
     return LoadedModel(model.eval().requires_grad_(False), _identify(metadata), path, metadata.step)
 
 
 def _load_hugging_face(
-    path: Path, context: ParallelContext, dtype: torch.dtype, device: torch.device | str, ranks: Ranks
+    path: Path, context: ParallelContext, ranks: Ranks, adapt: Callable[..., Any] | None, options: dict[str, Any]
 ) -> LoadedModel:
     """Convert on the first rank of each host into a temporary folder, which all ranks of the host read."""
     is_first = (world_from_outside() or World()).local_rank == 0
@@ -142,14 +150,19 @@ def _load_hugging_face(
         written = ranks.agree(convert if is_first else lambda: None)
         places = ranks.gather((socket.gethostname(), written))
         written = next(place for host, place in places if host == socket.gethostname() and place is not None)
-        loaded = _load_ours(written, context, dtype, device, ranks)
+        loaded = _load_ours(written, context, ranks, adapt, options)
         ranks.gather(None)  # all ranks have finished reading
         return dataclasses.replace(loaded, path=path)
 
 
 def _load_weights(model: nn.Module, checkpoint: Checkpoint, context: ParallelContext) -> None:
     """Read every parameter; raises an error for a finetuned checkpoint, which lacks the model's heads."""
-    with checkpoint.reader(padding_of(model)) as reader:
+    tensors, padding = checkpoint.metadata.tensors, padding_of(model)
+    for name, param in model.named_parameters():
+        entry = tensors.get(f"model/{name}")
+        if entry is not None and param.shard.shard_dim == 0 and param.shard.full_shape[0] > entry.shape[0]:
+            padding[name] = param.shard.full_shape[0] - entry.shape[0]  # more rows of padding for the vocabulary
+    with checkpoint.reader(padding) as reader:
         for name, param in model.named_parameters():
             reader.read_into(f"model/{name}", param.data, context.tp_rank)
 

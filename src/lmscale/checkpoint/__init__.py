@@ -5,7 +5,7 @@ opened) and model_tensors.py (what it must have); then offline.py, reshard.py an
 process). No collectives: ranks coordinate through files.
 """
 
-from .checkpoint import Checkpoint, CheckpointReader
+from .checkpoint import Checkpoint, CheckpointReader, model_differences
 from .errors import CheckpointError, CheckpointVersionError
 from .find import checkpoint_name, checkpoint_step, find_given, latest_checkpoint, list_checkpoints
 from .metadata import METADATA, CheckpointMetadata, TensorEntry

@@ -1,6 +1,6 @@
 """One checkpoint on disk: open it, check it, and read its tensors at any layout."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,15 +164,10 @@ class Checkpoint:
                 recompute and the attention kernel may differ.
         """
         try:
-            saved = _effective(TransformerConfig.from_dict(self.metadata.model))
+            saved = TransformerConfig.from_dict(self.metadata.model)
         except (TypeError, ValueError):  # written by a version with other keys: compare as is
             saved = self.metadata.model
-        here = _effective(model)
-        differences = [
-            f"{key} is {here.get(key)!r} here and {saved.get(key)!r} there"
-            for key in sorted((saved.keys() | here.keys()) - _FREE)
-            if saved.get(key) != here.get(key)
-        ]
+        differences = model_differences(model, saved)
         if differences:
             name = self.metadata.run.get("model", {}).get("name")
             of_name = f"; it is of model={name}" if name else ""
@@ -299,6 +294,22 @@ def _holds(file: TensorFileReader, key: str, entry: TensorEntry, piece: Piece) -
     if entry.shard_dim is not None:
         expected[entry.shard_dim] = piece.stop - piece.start
     return key in file.entries and list(file.shape(key)) == expected and file.dtype(key) == entry.dtype
+
+
+def model_differences(
+    model: TransformerConfig, saved: TransformerConfig | dict[str, Any], free: Collection[str] = ()
+) -> list[str]:
+    """In words, the keys in which two models differ and that change the function of their weights.
+
+    Args:
+        free: further keys that may differ.
+    """
+    here, there = _effective(model), saved if isinstance(saved, dict) else _effective(saved)
+    return [
+        f"{key} is {here.get(key)!r} here and {there.get(key)!r} there"
+        for key in sorted((there.keys() | here.keys()) - _FREE - set(free))
+        if there.get(key) != here.get(key)
+    ]
 
 
 def _effective(config: TransformerConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from .data import DataConfig, TokenizerConfig
 from .from_dict import EntryConfig, keys_of
 from .layout import BatchConfig, Layout, ParallelConfig
 from .model import ModelConfig, from_file, require_positions, to_file
+from .teacher import TeacherConfig
 from .training import RESUME_RULE, CheckpointConfig, ResumeConfig, ScheduleConfig, TrainerConfig, TrainingRequest
 
 
@@ -74,6 +75,7 @@ class RunConfig(TrainingRequest, EntryConfig):
     kernels: Literal["torch", "apex", "auto"] = "torch"
     max_restarts: Count = 0
     resume: ResumeConfig = ResumeConfig()
+    teacher: TeacherConfig = TeacherConfig()
     loss_reduction: Literal["token_mean", "mean_of_means"] = "token_mean"
     dropout_seeds: Literal["unique", "shared"] = "unique"
     fidelity: Literal["paper", "megatron_v1", "modern"] = "paper"
@@ -88,6 +90,11 @@ class RunConfig(TrainingRequest, EntryConfig):
         ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)
+        require(
+            self, "parallel.pp_size", "1 with a teacher", self.parallel.num_stages == 1 or not self.teacher.is_given
+        )
+        rule = "false or null with teacher.layers, which are the initial weights too"
+        require(self, "resume.weights_only", rule, not (self.resume.weights_only and self.teacher.layers))
         require_positions(self)
         auto = {name: 1 for name in ("tp_size", "pp_size", "dp_size") if getattr(self.parallel, name) == "auto"}
         with keys_of(ParallelConfig, "parallel."):

@@ -42,7 +42,9 @@ def agree_on_start(run: Run, session: RankSession) -> Start:
         checkpoint.check_model(run.model)
     if not start.resumes:
         return start
-    check = partial(check_resumable, request, run.corpus.content_hash, checkpoint)  # rank 0 looks for a record
+    check = partial(
+        check_resumable, request, run.corpus.content_hash, checkpoint, run.teacher
+    )  # rank 0 looks for a record
     optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))
     return replace(start, optimizer=optimizer, schedule=schedule)
 

@@ -17,6 +17,7 @@ from ..parallel.data_collectives import sum_over_data_ranks
 from ..parallel.pipeline import sum_over_stages
 from .step.stock_trainer import dtype_of_trainer
 from .step.training_module import MicroBatch, TrainingModule
+from .teacher import TERM, Teacher
 
 # The metrics by stage, as logs, records and checkpoints name them.
 LOSS = {"train": "train/loss", "val": "val/loss", "test": "test/loss"}
@@ -35,6 +36,7 @@ class PretrainModule(TrainingModule):
         precision: type of the weights, and the loss scale; None for the Trainer's `precision`.
         micro_batch_size: sequences of one forward pass in training; None: all of a batch.
         kernels: implementations that compute the layers.
+        teacher: gives a training step its soft targets; validation has the labels alone.
         logs: log losses and gradient norm by `self.log`.
         options: of `TrainingModule`.
 
@@ -56,6 +58,7 @@ class PretrainModule(TrainingModule):
         seed: int = 1234,
         micro_batch_size: int | None = None,
         kernels: Kernels = PLAIN,
+        teacher: Teacher | None = None,
         logs: bool = True,
         **options: Any,
     ) -> None:
@@ -63,6 +66,7 @@ class PretrainModule(TrainingModule):
         optimizer = optimizer or OptimizerConfig(lr=1e-3)
         super().__init__(optimizer, schedule, precision, seed, compiles=kernels.compiles, **options)
         self.config, self.micro_batch_size, self.kernels, self.logs = config, micro_batch_size, kernels, logs
+        self.teacher = teacher
         self._takes_trainers_precision = precision is None
         self.validation: dict[str, float] = {}
 
@@ -73,16 +77,28 @@ class PretrainModule(TrainingModule):
 
     @property
     def loss_terms(self) -> dict[str, str]:
-        """Names of the loss terms, and of what each is a mean."""
-        return self.loss.TERMS
+        """Names of the loss terms in training, and of what each is a mean."""
+        terms = self.loss.TERMS
+        return terms if self.teacher is None else terms | {TERM: next(iter(terms.values()))}
+
+    @property
+    def _is_taught(self) -> bool:
+        return self.teacher is not None and self.trainer.training
 
     def loss_counts(self, batch: MicroBatch) -> Tensor:
         """See `TrainingModule`."""
-        return self.loss.loss_counts(batch)
+        counts = self.loss.loss_counts(batch)
+        return torch.cat([counts, counts[:1]]) if self._is_taught else counts
 
     def loss_sums(self, batch: MicroBatch, sample_keys: Tensor | None) -> Tensor:
         """See `TrainingModule`."""
+        if self._is_taught:
+            batch = batch | {"targets": self.teacher.targets(batch)}
         return self.loss.loss_sums(self.model, batch, sample_keys)
+
+    def total_loss(self, terms: Any) -> Any:
+        """See `TrainingModule`."""
+        return super().total_loss(terms) if self.teacher is None else self.teacher.mix(terms)
 
     def compute(self, micro_batch: MicroBatch, received: Tensor | None, sample_keys: Tensor | None) -> Tensor:
         """See `TrainingModule`."""
@@ -143,7 +159,10 @@ class PretrainModule(TrainingModule):
     def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The model of the family, with initial weights unless a checkpoint has them."""
         options = {"seed": None if self.weights_from else self.seed, "kernels": self.kernels}
-        return build_model(self.config, self.parallel, dtype=dtype, device=device, **options)
+        model = build_model(self.config, self.parallel, dtype=dtype, device=device, **options)
+        if self.teacher is not None and not self.weights_from:
+            self.teacher.initialize(model)
+        return model
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> MicroBatch | list[MicroBatch]:
         """Prepare a batch, after the hook of this name that a subclass or a data module may have."""
@@ -216,7 +235,7 @@ class PretrainModule(TrainingModule):
     def _reduce_validation(self, stage: str) -> dict[str, float]:
         num_loaders = len(getattr(self.trainer, f"num_{stage}_batches"))
         # A data rank without sequences takes part with zeros.
-        zeros = torch.zeros(2, len(self.loss_terms), dtype=torch.float64, device=self.device)
+        zeros = torch.zeros(2, len(self.loss.TERMS), dtype=torch.float64, device=self.device)
         found = torch.stack([self._validation_sums.pop(index, zeros) for index in range(num_loaders)])
         metrics = {}
         for index, (sums, counts) in enumerate(
@@ -237,13 +256,15 @@ class PretrainModule(TrainingModule):
     @property
     def validation_metrics(self) -> list[str]:
         """Names of the metrics that a validation reports."""
-        return list(self._metrics("val", [0.0] * len(self.loss_terms)))
+        return list(self._metrics("val", [0.0] * len(self.loss.TERMS)))
 
     def named_losses(self, stage: str, losses: Any) -> dict[str, Any]:
         """The loss and, if it has several terms, each of them, by metric name."""
         # BERT: train/lm_loss, train/order_loss, val/lm_loss, val/order_loss and so on
-        terms = {f"{stage}/{name}_loss": loss for name, loss in zip(self.loss_terms, losses, strict=True)}
-        return {LOSS[stage]: sum(losses)} | (terms if len(losses) > 1 else {})
+        is_taught = self.teacher is not None and stage == "train"
+        names, total = (self.loss_terms, self.teacher.mix) if is_taught else (self.loss.TERMS, sum)
+        terms = {f"{stage}/{name}_loss": loss for name, loss in zip(names, losses, strict=True)}
+        return {LOSS[stage]: total(losses)} | (terms if len(losses) > 1 else {})
 
 
 class GPTModule(PretrainModule):

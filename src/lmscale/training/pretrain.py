@@ -28,6 +28,7 @@ from .resuming import check_data_digest
 from .run import Run
 from .run_folder import begin_run_folder, report_failure, write_run_record
 from .session import RankSession, new_trainer, run_on_this_rank
+from .teacher import Teacher
 
 
 @record
@@ -52,7 +53,8 @@ def train(run: Run, session: RankSession) -> int:
 def train_as_agreed(run: Run, session: RankSession) -> int:
     """Train from the checkpoint and with the kernels that all ranks have agreed on; returns the exit code."""
     trainer, start = session.trainer, run.start
-    model = build_module(run, session)
+    teacher = None if run.teacher is None else run.teacher.load(run, session)
+    model = build_module(run, session, teacher)
     samples = samples_of(run.request, run.corpus, run.num_validation_samples)
     if start.resumes:
         check_data_digest(start.checkpoint, samples, session.strategy.ranks)
@@ -98,7 +100,7 @@ def build_trainer(run: Run) -> L.Trainer:
     )
 
 
-def build_module(run: Run, session: RankSession) -> PretrainModule:
+def build_module(run: Run, session: RankSession, teacher: Teacher | None = None) -> PretrainModule:
     """The Lightning module; it allocates its shard of the model in `configure_model`, on its device."""
     request, start = run.request, run.start
     return PretrainModule(
@@ -111,6 +113,7 @@ def build_module(run: Run, session: RankSession) -> PretrainModule:
         loss_reduction=request.loss_reduction,
         dropout_seeds=request.dropout_seeds,
         kernels=run.kernels,
+        teacher=teacher,
         weights_from=start.checkpoint,
         progress=session.watchdog.mark,
         logs=False,

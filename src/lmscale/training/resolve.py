@@ -44,13 +44,15 @@ def resolve(request: RunConfig, world: World | None = None, files: dict[str, str
     model = request.model.resolve(corpus.vocab_size, run.model.attention, run.model.recompute)
     with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
         model.check_tensor_parallel(run.layout.tp_size, run.layout.pad_heads)  # the rows of the vocabulary are known
+    if run.teacher is not None:
+        run.teacher.check_corpus(corpus)
     resumed, start = None, run.start
     if start.checkpoint is not None:
         from .resuming import check_resumable
 
         start.checkpoint.check_model(model)
         if start.resumes:
-            optimizer, schedule = check_resumable(request, corpus.content_hash, start.checkpoint)
+            optimizer, schedule = check_resumable(request, corpus.content_hash, start.checkpoint, run.teacher)
             start = replace(start, optimizer=optimizer, schedule=schedule)
             resumed = start.checkpoint.metadata.run
     num_validation = resolve_validation(request, corpus, run.on_gpu, resumed)
@@ -110,12 +112,18 @@ def check(request: RunConfig, world: World | None = None) -> Run:
             checkpoint = find_checkpoint(request)
     start = Start.at(checkpoint, request, folder)
 
+    teacher = None
+    if request.teacher.is_given:
+        from .teacher import check_teacher  # imports torch
+
+        teacher = check_teacher(request)
     config = request.model.resolve(STAND_IN_VOCAB_SIZE)
     flops = request.trainer.max_steps * model_flops_per_step(config, request.data.seq_length, request.global_batch_size)
     flops_per_host, kept = flops // (world or World()).num_hosts, start.kept(on_gpu)
     kernels, attention, choice = resolve_kernels(request, on_gpu, kept, flops_per_host)
     # The memory of a rank depends on the kernels, and these on neither the layout nor the recomputation.
     workload = Workload.of(request, attention or "sdpa", compiles=kernels.compiles, on_gpu=on_gpu)
+    workload = workload if teacher is None else replace(workload, **teacher.workload)
     chosen = capacity.choose(request, workload, world)
     layout, model = chosen.layout, chosen.workload.config
     check_cuda_graphs(kernels, on_gpu, request.precision.dtype, model.recompute, layout.tp_size, layout.pp_size)
@@ -132,6 +140,7 @@ def check(request: RunConfig, world: World | None = None) -> Run:
         compile_choice=choice,
         measures_attention=attention is None,
         start=start,
+        teacher=teacher,
     )
 
 

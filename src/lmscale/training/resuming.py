@@ -98,15 +98,18 @@ def _open(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def check_resumable(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) -> tuple[OptimizerConfig, ScheduleConfig]:
+def check_resumable(
+    run: RunConfig, corpus_hash: str, checkpoint: Checkpoint, teacher: Any = None
+) -> tuple[OptimizerConfig, ScheduleConfig]:
     """Check that a run fits the checkpoint of its model that it continues; returns its optimizer and schedule.
 
     Args:
         corpus_hash: hash of the tokenized training text.
+        teacher: the run's `CheckedTeacher`, if it has one.
 
     Raises:
-        ValueError: the initial weights or the data differ; every difference is listed. The checkpoint is past the end
-            of the run. The rates so far or the optimizer differ under `resume.schedule=assert`.
+        ValueError: the initial weights, the teacher or the data differ; every difference is listed. The checkpoint is
+            past the end of the run. The rates so far or the optimizer differ under `resume.schedule=assert`.
     """
     name, metadata = checkpoint.path.name, checkpoint.metadata
     if not metadata.optimizer:
@@ -130,6 +133,12 @@ def check_resumable(run: RunConfig, corpus_hash: str, checkpoint: Checkpoint) ->
     if differences:
         raise ValueError(
             f"checkpoint {name} is of a run with other initial weights: {'; '.join(differences)} (a new run draws them)"
+        )
+    here, there = None if teacher is None else teacher.identity, metadata.state.get("teacher")
+    if here != there:
+        raise ValueError(
+            f"checkpoint {name} is of a run with another teacher: {here or 'none'} here and {there or 'none'} there "
+            "(`resume.weights_only`=true starts a new run from the weights)"
         )
     differences = _differences(_DATA_KEYS, run, then)
     if corpus_hash != metadata.state["corpus_hash"]:

@@ -80,6 +80,7 @@ class Run:
         files: texts by path, written into the run folder when training starts.
         model: the one model config of the run.
         compile_choice: `compile=` as requested and what it was resolved to, for the first lines of the run.
+        teacher: a `CheckedTeacher`, if the run has one.
         num_validation_samples: sequences scored each time; None: all.
         measures_attention: rank 0 replaces `model.attention` by the fastest.
     """
@@ -94,6 +95,7 @@ class Run:
     compile_choice: str
     measures_attention: bool
     start: Open[Start]
+    teacher: Any = None
     corpus: Open[PreparedCorpus] = None
     num_validation_samples: int | None = None
 
@@ -106,7 +108,8 @@ class Run:
     def needed_bytes(self) -> int:
         """Memory of a rank's tensors, as planned."""
         workload = Workload.of(self.request, compiles=self.kernels.compiles, on_gpu=self.on_gpu)
-        return estimate_memory(replace(workload, config=self.model), self.layout).total
+        taught = {} if self.teacher is None else self.teacher.workload
+        return estimate_memory(replace(workload, config=self.model, **taught), self.layout).total
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"start": None}

@@ -51,7 +51,12 @@ class MaskedLanguageModelHead(nn.Module):
         return scaled(self.norm(F.gelu(self.dense(hidden), approximate=approximation)), self.output_factor)
 
     def sum_losses(
-        self, rows: Tensor, word_embedding: Tensor, labels: Tensor, compiles: bool, targets: SoftTargets | None
+        self,
+        rows: Tensor,
+        word_embedding: Tensor,
+        labels: Tensor,
+        compiles: bool,
+        targets: SoftTargets | None = None,
     ) -> Tensor:
         """See `linear_cross_entropy`; rows [n, h], labels int64 [n]."""
         inputs = self.transform(rows), word_embedding, self.bias, labels, self.config.vocab_size

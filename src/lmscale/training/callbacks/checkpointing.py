@@ -42,6 +42,7 @@ class Checkpointing(L.Callback):
 
     def __init__(self, run: Run, session: RankSession, report: StepReport, digest: SampleDigest) -> None:
         self.request, self.config, self.described = run.request, run.request.checkpoint, run.describe()
+        self.state_of_run = {} if run.teacher is None else {"teacher": run.teacher.identity}
         self.folder, self.interruption, self.ending = session.folder / CHECKPOINTS, session.interruption, session.ending
         self.report, self.digest = report, digest
         self.last_saved = 0  # step of the newest complete checkpoint
@@ -141,6 +142,7 @@ class Checkpointing(L.Callback):
         """What a checkpoint holds besides weights and optimizer: data digest, training time, this step's validation."""
         digest = sum_over_data_ranks(self.digest.value.clone(), pl_module.parallel)
         state = {"data_digest": digest_text(int(digest)), "corpus_hash": trainer.datamodule.samples.corpus.content_hash}
+        state |= self.state_of_run
         state["train_time_s"] = time.monotonic() - self.report.training_from
         if self.report.validated_at == pl_module.completed_steps:
             state["validation"] = self.report.validation

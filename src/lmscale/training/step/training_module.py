@@ -138,7 +138,7 @@ class TrainingModule(L.LightningModule, ABC):
                 return sums
             terms = sums / denominators[index].to(sums.dtype)
             self.step_terms += terms.detach().double()
-            return terms.sum()
+            return self.total_loss(terms)
 
         def backward(index: int, output: Tensor, gradient: Tensor | None) -> None:
             self.progress(f"backward pass of micro-batch {index + 1}")
@@ -159,7 +159,11 @@ class TrainingModule(L.LightningModule, ABC):
         # A loader draws its order and its augmentations from this generator: the same on all ranks.
         seed_rank_generator(self.seed, step, -1, 0, 0)
         self.progress("optimizer")
-        return self.step_terms.sum()
+        return self.total_loss(self.step_terms)
+
+    def total_loss(self, terms: Tensor) -> Tensor:
+        """The loss of its terms, [number of terms] to []."""
+        return terms.sum()
 
     def compute(self, micro_batch: MicroBatch, received: Tensor | None, sample_keys: Tensor | None) -> Tensor:
         """What this rank's stage computes of a micro-batch: the loss sums, or before the last stage the hidden states.
