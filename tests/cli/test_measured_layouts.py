@@ -183,7 +183,7 @@ def test_the_record_names_machine_versions_and_training(record) -> None:
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["best=true"], "`measure` must be 0 with `best` or `operations`, but is 4"),
+        (["best=true"], "`measure` must be 0 with `best`, `operations` or a teacher, but is 4"),
         (["record=/tmp"], "`record` must be a file, but /tmp is a folder"),
         (["cluster=dgx2h_v100"], "`cluster` must describe this machine, of 2 cores, with `measure`, but is dgx2h_v100"),
         (["trainer.max_steps=9"], "`trainer.max_steps` must be at least 10 with `measure`, but is 9"),

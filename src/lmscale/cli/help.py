@@ -22,7 +22,7 @@ def help_text() -> str:
     for entry in values["defaults"]:
         ((group, default),) = entry.items() if isinstance(entry, dict) else ((None, None),)
         if group is not None and not group.startswith("override "):
-            groups[group] = [path.stem for path in files_of(group)], default
+            groups[group] = [path.stem for path in files_of(group.partition("@")[0])], default
     note = ""
     if "recipe" in groups:
         groups |= {group: ([path.stem for path in files_of(group)], None) for group in BY_RECIPE}

@@ -27,6 +27,19 @@ class PlanData(Checked):
 
 
 @dataclass(frozen=True)
+class PlanTeacher(Checked):
+    """`teacher=`: what the model is distilled from.
+
+    Args:
+        model: sizes of the teacher, chosen as `model@teacher.model=bert_3.9b`; of the student's family and vocabulary.
+        top_k: log-probabilities per scored token of a cache in place of the model.
+    """
+
+    model: ModelConfig | None = None
+    top_k: Positive | None = None
+
+
+@dataclass(frozen=True)
 class PlanConfig(TrainingRequest, EntryConfig):
     """One request to the planner.
 
@@ -40,6 +53,7 @@ class PlanConfig(TrainingRequest, EntryConfig):
         top: number of layouts that a ranking shows.
         find_recompute: if the model does not fit, plan with the first `recompute` that does; false where
             `model.recompute` is typed.
+        teacher: of a distillation, the model or its cache.
         operations: show every operation of a step with its counts and time; needs one layout.
         json: print JSON instead of a table.
         measure: train this many of the best modelled layouts for a few steps on this machine; 0: none.
@@ -57,11 +71,21 @@ class PlanConfig(TrainingRequest, EntryConfig):
     operations: bool = False
     json: bool = False
     measure: Count = 0
+    teacher: PlanTeacher = PlanTeacher()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_modelled = not (self.measure and (self.best or self.operations))
-        require(self, "measure", "0 with `best` or `operations`", is_modelled)
+        teacher, top_k = self.teacher.model, self.teacher.top_k or 0
+        is_alone = teacher is None and not top_k
+        is_modelled = not self.measure or (is_alone and not (self.best or self.operations))
+        require(self, "measure", "0 with `best`, `operations` or a teacher", is_modelled)
+        require(self, "parallel.pp_size", "1 with a teacher", is_alone or self.parallel.num_stages in (1, "auto"))
+        most = 0 if teacher is not None else self.model.vocab_size or top_k
+        rule = f"null with `teacher.model`, else at most `model.vocab_size` ({self.model.vocab_size})"
+        require(self, "teacher.top_k", rule, top_k <= most)
+        for name in ("family", "vocab_size") if teacher is not None else ():
+            own = getattr(self.model, name)
+            require(self, f"teacher.model.{name}", f"that of `model` ({own})", getattr(teacher, name) == own)
         require(self, "parallel.pp_size", "1 with `measure`", self.parallel.num_stages == 1 or not self.measure)
         for name, free in (("tp_size", (1, "auto")), ("dp_size", ("auto",))):
             rule = f"{free[-1]} with `measure`, which tries every size"

@@ -62,3 +62,17 @@ class TeacherConfig(Checked):
         fits = len(self.layers) == num_layers and max(self.layers) < num_teacher_layers
         require(self, "layers", f"{num_layers} layers below {num_teacher_layers}, the teacher's", fits)
         return self.layers
+
+
+def cache_record_bytes(rows: int, top_k: int, vocab_size: int, value_bytes: int) -> int:
+    """Bytes of one sample in a cache of a teacher's log-probabilities on disk.
+
+    Per row the ids of the `top_k` most probable tokens, in 2 bytes where the vocabulary allows, their log-probabilities
+    and that of the rest; and a checksum of 8 bytes.
+
+    Args:
+        rows: scored positions of the sample.
+        value_bytes: of a log-probability: 2 (fp16) for half types, 4 for fp32, 8 for fp64.
+    """
+    id_bytes = 2 if vocab_size <= 2**16 else 4
+    return rows * (top_k * id_bytes + (top_k + 1) * value_bytes) + 8

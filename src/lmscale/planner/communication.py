@@ -4,6 +4,7 @@ Legend: b micro-batch, s sequence, h hidden, L layers, N parameters of the rank,
 """
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 
 from ..config import Layout, TransformerConfig
@@ -80,6 +81,9 @@ def micro_batch_collectives(job: Workload, layout: Layout, stage: int = 0) -> li
     Of several stages only the first has those of the embedding, and only the last those after the layers. Each sends
     the hidden states [b, s, h] to the next, with sequence parallelism [b, s/p, h], and their gradient back.
 
+    A teacher has those of its forward pass up to its projection. The loss then sends two maxima and five sums of a row
+    in 2 all-reduces; with a cache also maximum and sum of the student's logits that are not in it.
+
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
 
@@ -95,6 +99,9 @@ def micro_batch_collectives(job: Workload, layout: Layout, stage: int = 0) -> li
             found.append(Collective(what, "send", "pipeline", phase, 1, job.own_tokens(layout) * width))
     if layout.tp_size == 1:
         return found
+    for each in micro_batch_collectives(job.teacher_job, layout) if job.teacher is not None else ():
+        if each.phase == "forward" and each.what != "loss":
+            found.append(dataclasses.replace(each, what=f"teacher: {each.what}"))
     per_layer = 2 * parts * len(placements)
     for what, kind, phase, is_of_layers in _SEQUENCE if layout.cuts_sequence else _PLAIN:
         if not (is_of_layers or is_first) and "embedding" in what:
@@ -111,10 +118,12 @@ def micro_batch_collectives(job: Workload, layout: Layout, stage: int = 0) -> li
         return [*found, *recomputed]
     at_once = rows_at_once(config.padded_vocab_size // layout.tp_size, job.on_gpu)
     pieces = [(job.num_scored // at_once, at_once), (1, job.num_scored % at_once)]
+    sizes = Counter((2, 5) if job.teacher is not None else (1, 1, 2, 5) if job.top_k else (1, 1, 1))  # per row
     loss = [
-        Collective("loss", "all_reduce", "tensor", "forward", 3 * number, rows * job.wide_bytes)
+        Collective("loss", "all_reduce", "tensor", "forward", times * number, size * rows * job.wide_bytes)
         for number, rows in pieces
         if number * rows
+        for size, times in sizes.items()
     ]
     what, num_bytes = "gradient of the output projection", job.num_scored * width
     return [*found, *recomputed, *loss, Collective(what, "all_reduce", "tensor", "backward", 1, num_bytes)]

@@ -95,6 +95,18 @@ def hardware_flops_per_step(
     return flops
 
 
+def teacher_flops(teachers: list[TransformerConfig], seq_length: int, global_batch_size: int, tp_size: int = 1) -> int:
+    """FLOPs of a teacher's forward pass in one optimizer step: its layers, and its logits of the scored tokens.
+
+    Model FLOPs, so that the MFU counts what the method needs; a cache has none.
+
+    Args:
+        teachers: one or none, as it is built: with the student's `vocab_multiple`.
+        tp_size: with which dummy heads count, as hardware FLOPs; 1: none.
+    """
+    return sum(sum(_forward_flops(t, seq_length, global_batch_size, t.padded_width(tp_size))) for t in teachers)
+
+
 def scored_tokens(config: TransformerConfig, seq_length: int) -> int:
     """Positions of a sequence whose logits a training step needs: GPT all, BERT the masked ones, 15 % of s.
 

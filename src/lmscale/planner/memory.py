@@ -176,13 +176,13 @@ def _loss_bytes(job: Workload, layout: Layout) -> int:
     columns, e, wide = job.config.padded_vocab_size // layout.tp_size, job.weight_bytes, job.wide_bytes
     at_once, weight = rows_at_once(columns, job.on_gpu), columns * job.config.hidden_size
     piece = min(job.num_scored, at_once) * columns
-    buffers, temporary = _logits_bytes(job)
+    buffers, temporary = logits_bytes(job)
     kept = e if job.num_scored <= 2 * at_once and not job.on_gpu else wide  # a CPU adds two pieces without fp32
     total = weight * kept if job.num_scored > at_once else 0  # a single piece needs no sum
     return total + max(piece * (buffers + temporary), piece * buffers + weight * e)
 
 
-def _logits_bytes(job: Workload) -> tuple[int, int]:
+def logits_bytes(job: Workload) -> tuple[int, int]:
     """Bytes per logit of the loss: of the student's and the teacher's, and of temporaries.
 
     A teacher's logits have the weights' type, those that a cache gives are wide. Eager code needs a wide temporary for
@@ -201,22 +201,17 @@ def _teacher_bytes(job: Workload, layout: Layout) -> dict[str, int]:
     embedding, the MLP's input and output, 5 b s h e, and input and output of the GELU; or in the softmax of exact
     attention, whose scores are there twice in fp32 at least, and of half types once more.
     """
-    if job.top_k is not None:
-        return {"teacher_rows": job.num_scored * (job.top_k * 8 + (job.top_k + 1) * job.wide_bytes)}
-    teacher = job.teacher_job
+    teacher, k = job.teacher_job, job.top_k
     if teacher is None:
-        return {}
+        return {"teacher_rows": job.num_scored * (8 * k + (k + 1) * job.wide_bytes)} if k else {}
     config, e, wide, p = teacher.config, teacher.weight_bytes, teacher.wide_bytes, layout.tp_size
     row = teacher.tokens * config.hidden_size * e
     forward = 5 * row + 2 * config.ffn_size * teacher.tokens * e // p
     if keeps_scores(teacher):
         scores = teacher.tokens * teacher.seq_length * config.padded_heads(p) * (2 * wide + (e if e < wide else 0))
         forward = max(forward, 4 * row + (3 * config.padded_width(p) * teacher.tokens * e + scores) // p)
-    return {
-        "teacher": num_rank_parameters(config, layout) * e,
-        "teacher_rows": job.num_scored * config.hidden_size * e,
-        "teacher_forward": forward,
-    }
+    rows = job.num_scored * config.hidden_size * e
+    return {"teacher": num_rank_parameters(config, layout) * e, "teacher_rows": rows, "teacher_forward": forward}
 
 
 def _is_compiled(job: Workload) -> bool:

@@ -5,8 +5,9 @@ from functools import cached_property
 
 from ..config import Layout, Recompute
 from ..config.cluster import Cluster
+from ..config.teacher import cache_record_bytes
 from .communication import Collective, step_collectives
-from .flops import hardware_flops_per_step, model_flops_per_step
+from .flops import hardware_flops_per_step, model_flops_per_step, teacher_flops
 from .memory import GIB, MemoryEstimate, estimate_memory
 from .params import ParameterCount, count_parameters
 from .step_time import StepRow, StepTime, step_rows
@@ -69,14 +70,27 @@ class Plan:
 
     @property
     def model_flops(self) -> int:
-        """Model FLOPs of a step, all ranks together."""
-        return model_flops_per_step(self.job.config, self.job.seq_length, self.job.global_batch_size)
+        """Model FLOPs of a step, all ranks together, with those of a teacher."""
+        job, sizes = self.job, (self.job.seq_length, self.job.global_batch_size)
+        return model_flops_per_step(job.config, *sizes) + teacher_flops(job.models[1:], *sizes)
 
     @property
     def hardware_flops(self) -> int:
-        """FLOPs that the devices execute in a step, all ranks together."""
-        job = self.job
-        return hardware_flops_per_step(job.config, job.seq_length, job.global_batch_size, self.layout.tp_size)
+        """FLOPs that the devices execute in a step, all ranks together, with those of a teacher."""
+        job, sizes = self.job, (self.job.seq_length, self.job.global_batch_size, self.layout.tp_size)
+        return hardware_flops_per_step(job.config, *sizes) + teacher_flops(job.models[1:], *sizes)
+
+    @property
+    def teacher(self) -> dict[str, int]:
+        """The size of a teacher and its FLOPs of a step, or the bytes of its cache for the whole run; by name."""
+        job, found, sizes = self.job, {}, (self.job.seq_length, self.job.global_batch_size)
+        for config in job.models[1:]:
+            found = {"parameters": count_parameters(config).total, "step_flops": teacher_flops([config], *sizes)}
+        if job.top_k is not None:
+            rows = max(1, int(job.config.traits.scored_share * job.seq_length))  # BERT masks at most 15 %
+            sample = cache_record_bytes(rows, job.top_k, job.config.vocab_size, job.weight_bytes)
+            found["cache_bytes"] = sample * job.num_steps * job.global_batch_size
+        return found
 
     @property
     def collectives(self) -> list[Collective]:
@@ -124,7 +138,8 @@ def describe_padding(plan: Plan) -> list[str]:
     heads, computed = config.num_attention_heads, config.padded_heads(tp_size)
     if computed == heads:
         return []
-    without = hardware_flops_per_step(config, job.seq_length, job.global_batch_size)
+    sizes = job.seq_length, job.global_batch_size
+    without = hardware_flops_per_step(config, *sizes) + teacher_flops(job.models[1:], *sizes, tp_size)
     of_model, of_rank = count_parameters(config), plan.parameters.per_rank
     padding = of_rank - of_model.replicated - of_model.sharded_per_rank / tp_size
     each, memory = computed // tp_size, estimate_memory(job, plan.layout)

@@ -10,7 +10,7 @@ from .step_time import StepRow
 
 _OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
 _COMPARED = ("tp_size", "pp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
-_PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)[:7]]  # up to the copy of a gradient
+_PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)]  # the first 7 and a teacher's are shown
 _ADDED = [each.name for each in dataclasses.fields(StepRow) if each.type in (int, float)]
 _TIMES = (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440))  # in days
 _ENERGIES = (("MWh", 1.0), ("kWh", 1e-3), ("Wh", 1e-6))  # in MWh
@@ -32,6 +32,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
             "recompute": plan.recompute,
         },
         "parameters": {"model": plan.parameters.total, "rank": plan.parameters.per_rank},
+        "teacher": plan.teacher,
         "rank_memory_bytes": {
             mode: dataclasses.asdict(memory) | {"total": memory.total} for mode, memory in plan.memory.items()
         },
@@ -87,6 +88,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         f"global batch {plan.job.global_batch_size:,} x {plan.job.seq_length:,} tokens",
         "",
         f"  {'parameters':<32}{plan.parameters.total:>20,}   per rank {plan.parameters.per_rank:,}",
+        *(f"  {'teacher: ' + name.replace('_', ' '):<32}{short_number(n):>20}" for name, n in plan.teacher.items()),
         f"  {'FLOPs per step, model':<32}{short_number(plan.model_flops):>20}",
         f"  {'FLOPs per step, hardware':<32}{short_number(plan.hardware_flops):>20}",
         "",
@@ -141,7 +143,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     heads = [mode + ("*" if mode == plan.recompute else "") for mode in plan.memory]
     lines = [f"  {title:<44}" + "".join(f"{head:>12}" for head in heads)]
     scores = "its" if keeps_scores(plan.job) else "no"
-    for part in (*_PARTS, "total"):
+    for part in (*_PARTS[:7], *(_PARTS[-3:] if plan.teacher else ()), "total"):
         name = part.replace("_", " ") + f" (attention keeps {scores} scores)" * (part == "activations")
         values = "".join(f"{getattr(estimate, part) / GIB:>12.3f}" for estimate in estimates)
         lines.append(f"    {name:<42}{values}")

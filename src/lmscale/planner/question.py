@@ -46,7 +46,8 @@ def make_job(question: PlanConfig) -> tuple[Workload, list[str]]:
     if dtype == "fp8":  # what one device refuses, every layout does
         with keys_of(TransformerConfig, "model."):
             job.config.check_float8(tp_size=1)
-    return dataclasses.replace(job, dtype=dtype), notes
+    teacher = question.teacher.model and question.teacher.model.resolve(job.config.vocab_size)
+    return dataclasses.replace(job, dtype=dtype, teacher=teacher, top_k=question.teacher.top_k), notes
 
 
 def describe_validation_cost(question: PlanConfig) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from ..config import Layout
 from ..partition import rows_at_once
 from .layer_operations import LayerCounts
+from .memory import logits_bytes
 from .operation import Operation, product, times
 from .params import rank_buffer, rank_parameters, stage_placements
 from .workload import FP32_BYTES, HALF_BYTES, Workload
@@ -19,6 +20,7 @@ from .workload import FP32_BYTES, HALF_BYTES, Workload
 OPTIMIZER_LAUNCHES = 38  # of the norm, the counters, the groups' rates and the update
 HOST_SYNCS = 0  # per step
 LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
+_NOT_OF_A_TEACHER = ("sequence head", "logits, gradient", "loss", "sum of the chunks")  # in a forward pass
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
 
 
@@ -27,6 +29,8 @@ def step_operations(job: Workload, layout: Layout, stage: int = 0) -> list[Opera
 
     Their FLOPs are those of `hardware_flops_per_step`, over p, and of the family's dense heads, which every rank
     computes whole, except that selective recomputation leaves a fused attention core alone.
+
+    With a teacher also those of its forward pass, as far as the loss needs them. The loss then reads both logits twice.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model.
@@ -46,7 +50,11 @@ def step_operations(job: Workload, layout: Layout, stage: int = 0) -> list[Opera
     once += [*(_embedding(job, layout) if is_first else ()), *(_after_stack(job, layout) if is_last else ())]
     once += _head(job, layout) if is_last else []
     number = job.num_micro_batches(layout)
-    return [*(times(number, operation) for operation in once), *_update(job, layout, stage)]
+    found = [*(times(number, operation) for operation in once), *_update(job, layout, stage)]
+    for each in step_operations(job.teacher_job, layout) if job.teacher is not None else ():
+        if each.phase == "forward" and not each.name.startswith(_NOT_OF_A_TEACHER):
+            found.append(each._replace(name=f"teacher: {each.name}"))
+    return found
 
 
 def _embedding(job: Workload, layout: Layout) -> list[Operation]:
@@ -100,17 +108,17 @@ def _head(job: Workload, layout: Layout) -> list[Operation]:
         passes = 8 * rows * h * e
         found.append(Operation("token head, GELU and LayerNorm", "backward", passes, (rows + job.tokens) * h * e, 7))
     at_once = rows_at_once(columns, on_gpu=True)
-    several = rows > at_once
+    several, (both, _) = rows > at_once, logits_bytes(job)
     for num, chunk in ((rows // at_once, at_once), (1, rows % at_once)):
         if num * chunk == 0:
             continue
         logits, table = chunk * columns, columns * h
-        biased = logits * e if sizes.num_tensors else 0  # its gradient is a sum of its own
+        read = 2 * logits * both + (logits * e if sizes.num_tensors else 0)  # the bias's gradient is a sum of its own
         found += [
             times(num, product("logits", "forward", chunk, columns, h, e)),
             times(num, product("logits, gradient of the input", "forward", chunk, h, columns, e)),
             times(num, product("logits, gradient of the weight", "forward", columns, h, chunk, e)),
-            times(num, Operation("loss", "forward", 2 * logits * e + biased, logits * e, LAUNCHES_OF_A_LOSS_CHUNK)),
+            times(num, Operation("loss", "forward", read, logits * e, LAUNCHES_OF_A_LOSS_CHUNK)),
         ]
         if several:
             found.append(times(num, Operation("sum of the chunks", "forward", table * (4 + e), table * 4)))

@@ -148,6 +148,8 @@ def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[StepRow]:
     It is idle while the other stages compute their first and last micro-batches, each as long as its own. A GPU and its
     host work at the same time, so a step takes as long as the slower of both.
 
+    The messages of a teacher count as not hidden.
+
     Raises:
         ValueError: `layout.tp_size` does not divide the model; the devices do not have the type.
     """

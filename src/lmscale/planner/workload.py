@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import RECOMPUTE_MODES, Layout, Recompute, TransformerConfig
-from ..config.checks import require
+from ..config.checks import refuse
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
@@ -34,6 +34,9 @@ class Workload:
         on_gpu: a GPU has a flash kernel with attention dropout, LayerNorms in half types and larger pieces of the loss.
         teacher: the model that `config` is distilled from, with the same vocabulary.
         top_k: log-probabilities per scored token, read from a cache in place of a teacher.
+
+    Raises:
+        ValueError: the teacher has fewer positions than a sequence has tokens.
     """
 
     config: TransformerConfig
@@ -47,6 +50,11 @@ class Workload:
     on_gpu: bool = True
     teacher: TransformerConfig | None = None
     top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        positions = self.seq_length if self.teacher is None else self.teacher.max_position_embeddings
+        if self.seq_length > positions:
+            refuse("data.seq_length", f"at most the {positions} positions of the teacher", self.seq_length)
 
     @classmethod
     def of(cls, request: PlanConfig | RunConfig, attention: str = "sdpa", **machine: Any) -> "Workload":
@@ -113,17 +121,11 @@ class Workload:
         return self.global_batch_size // (self.micro_batch_size * layout.dp_size)
 
     def check_layout(self, layout: Layout) -> None:
-        """Raise the ValueError of `Layout.divide` unless a grid divides this training, and its teacher.
-
-        Raises:
-            ValueError: also if the teacher has fewer positions than a sequence has tokens.
-        """
+        """Raise the ValueError of `Layout.divide` unless a grid divides this training and the teacher."""
         layout.divide(self.config, self.micro_batch_size, self.global_batch_size, self.seq_length, self.dtype)
         for teacher in self.models[1:]:
             with keys_of(TransformerConfig, "teacher.model."):
                 teacher.check_tensor_parallel(layout.tp_size, layout.pad_heads)
-                rule = f"at least `data.seq_length` ({self.seq_length})"
-                require(teacher, "max_position_embeddings", rule, teacher.max_position_embeddings >= self.seq_length)
 
     def change(self, micro_batch_size: int | None = None, recompute: Recompute | None = None) -> "Workload":
         """The same training with a different micro-batch or recomputation mode."""
@@ -168,9 +170,8 @@ def layout_at(job: Workload, request: ParallelConfig, tp_size: int, pp_size: int
 
 def tensor_sizes(job: Workload, pad_heads: bool, largest: int) -> list[int]:
     """Every `tp_size` up to `largest` and the heads that cuts the job's models into equal shards, ascending."""
-    largest = min(largest, *(model.num_attention_heads for model in job.models))
-    sizes = set.intersection(*(set(model.tensor_parallel_sizes(pad_heads)) for model in job.models))
-    return [size for size in sorted(sizes) if size <= largest]
+    sizes = (set(m.tensor_parallel_sizes(pad_heads)) & set(range(m.num_attention_heads + 1)) for m in job.models)
+    return [size for size in sorted(set.intersection(*sizes)) if size <= largest]
 
 
 def auto_tp_sizes(job: Workload, pad_heads: bool, largest: int | None = None) -> list[int]:
@@ -201,8 +202,7 @@ def no_size_fits(request: ParallelConfig, why: str) -> ValueError:
 def stage_numbers(job: Workload) -> list[int]:
     """The `pp_size` that `auto` and a search try, ascending: powers of two, and those that divide the layers; 1 with a
     teacher or its cache."""
-    has_teacher = job.teacher is not None or job.top_k is not None
-    most = 1 if has_teacher or job.config.traits.transformer_inputs is None else job.config.num_layers
+    most = 1 if job.teacher or job.top_k or job.config.traits.transformer_inputs is None else job.config.num_layers
     return [s for s in range(1, most + 1) if s.bit_count() == 1 or most % s == 0]
 
 
