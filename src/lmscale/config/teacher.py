@@ -60,7 +60,8 @@ class TeacherConfig(Checked):
         if self.layers == "spread":
             return [index * num_teacher_layers // num_layers for index in range(num_layers)]
         fits = len(self.layers) == num_layers and max(self.layers) < num_teacher_layers
-        require(self, "layers", f"{num_layers} layers below {num_teacher_layers}, the teacher's", fits)
+        rule = f"a list of {num_layers} layers, all below the teacher's {num_teacher_layers}"
+        require(self, "layers", rule, fits)
         return self.layers
 
 

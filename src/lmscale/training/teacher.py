@@ -15,6 +15,7 @@ from ..checkpoint import METADATA, Checkpoint, find_given, model_differences
 from ..config import TransformerConfig
 from ..config.checks import refuse
 from ..config.family import load
+from ..config.from_dict import keys_of
 from ..config.pretrain import RunConfig
 from ..config.teacher import TeacherConfig
 from ..data.prepare import PreparedCorpus
@@ -148,7 +149,8 @@ def check_teacher(run: RunConfig) -> CheckedTeacher:
         refuse("teacher.path", rule, config.max_position_embeddings)
     if settings.layers is not None:
         student = run.model.resolve(config.vocab_size)
-        settings.source_layers(student.num_layers, config.num_layers)
+        with keys_of(TeacherConfig, "teacher."):
+            settings.source_layers(student.num_layers, config.num_layers)
         differences = model_differences(student, config, {"num_layers", "vocab_multiple"})
         if differences:
             raise ValueError(
