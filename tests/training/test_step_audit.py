@@ -14,10 +14,9 @@ import pytest
 import torch
 from collective_trace import KINDS, CollectiveRecorder
 from ranks import run_ranks
-from runs import _train_all, tiny_run
+from runs import _train_all, tiny_run, train_here
 
 from lmscale.planner.communication import step_collectives
-from lmscale.planner.workload import Workload
 from lmscale.training import pretrain as entry
 from lmscale.training.resolve import resolve
 from lmscale.training.run import Run
@@ -29,6 +28,8 @@ PAIRS = {  # of two ranks
     "zero1": {"tp_size": 1, "dp_size": 2, "zero1": True},
     "stages": {"pp_size": 2},
     "planted": {"tp_size": 2, "dp_size": 1},
+    "teacher": {"tp_size": 2},
+    "teacher, sequence": {"tp_size": 2, "sequence_parallel": True},
 }
 GRIDS = {  # of four
     "grid": {"tp_size": 2, "dp_size": 2},
@@ -45,9 +46,8 @@ EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER)} | dict.fromkeys(("data", "pip
 
 def planned(run: Run, dp_rank: int, stage: int) -> Counter:
     """The planner's collectives of a step of a stage of a data rank, (kind, group, bytes)."""
-    found, request = Counter(), run.request
-    sizes = request.micro_batch_size, request.global_batch_size, request.data.seq_length
-    for c in step_collectives(Workload(run.model, *sizes, "fp64", on_gpu=False), run.layout, dp_rank, stage):
+    found = Counter()
+    for c in step_collectives(run.workload, run.layout, dp_rank, stage):
         found[c.kind, c.group, c.num_bytes] += c.count
     return found
 
@@ -120,6 +120,10 @@ def audit(folder: Path, layouts: dict[str, dict], world_size: int) -> dict[str, 
         changes = {"max_steps": 5, "validate_every_steps": 3}
         changes = {f"trainer__{key}": value for key, value in changes.items()}
         changes |= {"data__seq_length": 32} | {f"parallel__{key}": value for key, value in layout.items()}
+        if "teacher" in name:
+            wider = {"model__hidden_size": 32, "model__num_layers": 3, "trainer__max_steps": 1}
+            assert train_here(tiny_run("gpt", folder / f"{name} of", **wider)) == 0
+            changes["teacher"] = {"path": str(folder / f"{name} of"), "temperature": 2.0}
         runs.append(resolve(tiny_run("gpt", folder / name, logger__log_every_steps=3, **changes)))
     planted = [*layouts].index("planted") if "planted" in layouts else None
     by_rank = [[_steps(phases) for phases in found] for found in run_ranks(_audit, world_size, runs, planted)]

@@ -63,11 +63,21 @@ def refusal(family: str, folder: Path, teacher: dict, **changes) -> str:
             "`teacher.layers` must be null where more than the depth differs: ffn_hidden_size is 128 here and 96 there",
         ),
         ({"path": "gpt"}, {"parallel__pp_size": 2}, "`parallel.pp_size` must be 1 with a teacher, but is 2"),
+        (
+            {"path": "gpt"},
+            {
+                "parallel__tp_size": 3,
+                "model__hidden_size": 27,
+                "model__num_attention_heads": 3,
+                "model__vocab_multiple": 3,
+            },
+            "`teacher.model.num_attention_heads` must be a multiple of `tp_size` (3), but is 4",
+        ),
         ({"path": "gpt"}, {"tokenizer__vocab_size": 500}, "`teacher.path` must have the tokenizer of the run"),
         (
             {"path": "gpt"},
             {"model__max_position_embeddings": 40, "data__seq_length": 40},
-            "`teacher.path` must be a model of at least `data.seq_length` (40) positions, but is 33",
+            "`data.seq_length` must be at most the 33 positions of the teacher, but is 40",
         ),
     ],
 )

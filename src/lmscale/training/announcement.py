@@ -1,5 +1,7 @@
 """What a run says before its first step: model, layout, options, and warnings."""
 
+from dataclasses import replace
+
 import torch
 
 from ..config import BatchConfig, Layout, TransformerConfig
@@ -7,6 +9,8 @@ from ..config.pretrain import RunConfig
 from ..config.validation import describe_excess, describe_time
 from ..data.prepare import describe_repetition
 from ..parallel import ParallelContext
+from ..planner.flops import model_flops_per_step, teacher_flops
+from ..planner.memory import GIB, estimate_memory
 from ..planner.params import count_parameters
 from ..planner.workload import largest_dp_size
 from ..results import CHECKPOINTS
@@ -37,7 +41,7 @@ def announce(run: Run, session: RankSession, num_scored: int) -> None:
         f"{describe_stages(config, layout, batch)}{describe_options(request, config, layout, run.kernels.compiles)}"
         f"kernels: {run.kernels.describe()}, attention by {config.attention} "
         f"({run.compile_choice}, kernels={request.kernels})\n"
-        f"{describe_attention_dropout(config)}{describe_scored(run, num_scored)}"
+        f"{describe_teacher(run)}{describe_attention_dropout(config)}{describe_scored(run, num_scored)}"
         f"steps {start.step} to {session.trainer.max_steps} of {request.trainer.max_steps}"
         + (f", resumed from {start.checkpoint.path}" if start.checkpoint else "")
         + f"\nrun folder: {session.folder}",
@@ -103,6 +107,23 @@ def describe_stages(config: TransformerConfig, layout: Layout, batch: BatchConfi
     idle = f"each is idle for about {(stages - 1) / (num + stages - 1):.0%} of {step}"
     fewer = "; WARNING: with fewer micro-batches than stages some stages always wait" if num < stages else ""
     return f"pipeline: stages of {config.describe_stages(stages)} layers; {idle}{fewer}\n"
+
+
+def describe_teacher(run: Run) -> str:
+    """Return a line of the teacher and what it costs; empty without one."""
+    if run.teacher is None:
+        return ""
+    settings, workload, sizes = run.request.teacher, run.workload, (run.request.data.seq_length, 1)
+    what = f"{workload.top_k} log-probabilities per scored token from {settings.cache}, no FLOPs"
+    for config in workload.models[1:]:
+        flops = teacher_flops([config], *sizes) / model_flops_per_step(run.model, *sizes)
+        what = f"{count_parameters(config).total:,} parameters from {settings.path}, {flops:.0%} more FLOPs per step"
+    alone = estimate_memory(replace(workload, teacher=None, top_k=None), run.layout).total
+    return (
+        f"teacher: {what}, {(run.needed_bytes - alone) / GIB:.2f} GiB more per rank; temperature "
+        f"{settings.temperature:g}, weight {settings.weight:g}; train/loss is not comparable to a run without it, "
+        "val/loss is\n"
+    )
 
 
 def describe_attention_dropout(config: TransformerConfig) -> str:

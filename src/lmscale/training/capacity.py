@@ -46,6 +46,7 @@ def choose(run: RunConfig, workload: Workload, world: World | None) -> Choice:
     """
     layout, needed = choose_layout(run.parallel, workload, world)
     batch = run.check_layout(layout)
+    workload.check_layout(layout)
     check_host(run, layout, world)
     if needed is None:
         modes = workload.in_each_mode() if run.model.recompute == "auto" and workload.on_gpu else [workload]

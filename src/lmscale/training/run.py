@@ -104,12 +104,17 @@ class Run:
         """Whether the ranks compute on GPUs."""
         return self.accelerator == "gpu"
 
+    @property
+    def workload(self) -> Workload:
+        """The run as the planner sees it."""
+        found = Workload.of(self.request, compiles=self.kernels.compiles, on_gpu=self.on_gpu)
+        taught = {} if self.teacher is None else self.teacher.workload
+        return replace(found, config=self.model, **taught)
+
     @cached_property
     def needed_bytes(self) -> int:
         """Memory of a rank's tensors, as planned."""
-        workload = Workload.of(self.request, compiles=self.kernels.compiles, on_gpu=self.on_gpu)
-        taught = {} if self.teacher is None else self.teacher.workload
-        return estimate_memory(replace(workload, config=self.model, **taught), self.layout).total
+        return estimate_memory(self.workload, self.layout).total
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"start": None}

@@ -144,9 +144,6 @@ def check_teacher(run: RunConfig) -> CheckedTeacher:
         refuse("teacher.path", f"of the model's family ({run.model.family})", config.family)
     if not hasattr(load(config.traits.loss), "output_projection"):
         raise ValueError(f"`teacher.path` must be null for the family {config.family}, whose loss takes no teacher")
-    if config.max_position_embeddings < run.data.seq_length:
-        rule = f"a model of at least `data.seq_length` ({run.data.seq_length}) positions"
-        refuse("teacher.path", rule, config.max_position_embeddings)
     if settings.layers is not None:
         student = run.model.resolve(config.vocab_size)
         with keys_of(TeacherConfig, "teacher."):

@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 
 from ...parallel.data_collectives import sum_over_data_ranks
-from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step
+from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step, teacher_flops
 from ...runtime.exit_codes import DIVERGED
 from ...runtime.machine import device_name
 from ..diagnosis import diagnose
@@ -54,7 +54,8 @@ class StepReport(L.Callback):
         self.watchdog, self.ending = session.watchdog, session.ending
         numbers = device_name(run.on_gpu), request.precision.dtype, request.trainer.matmul_precision
         self.peak_flops_per_s = dense_peak_flops_per_s(*numbers)
-        self.flops_per_step = model_flops_per_step(run.model, request.data.seq_length, request.global_batch_size)
+        sizes = request.data.seq_length, request.global_batch_size
+        self.flops_per_step = model_flops_per_step(run.model, *sizes) + teacher_flops(run.workload.models[1:], *sizes)
         self.metrics: dict[str, float] = {}
         self.counters: Counters | None = None
         self.validation: dict[str, float] = {}
