@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from analysis.correctness.peak_memory import soft_targets
 from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
@@ -148,6 +149,8 @@ def trace_step(
     micro_batch_size: int,
     seq_length: int,
     dtype: torch.dtype = torch.bfloat16,
+    teacher: TransformerConfig | None = None,
+    top_k: int | None = None,
 ) -> TraceReport:
     """Count parameters, collectives and FLOPs of one micro-batch's forward and backward pass on rank 0 of `layout`.
 
@@ -158,6 +161,8 @@ def trace_step(
         micro_batch_size: sequences.
         seq_length: tokens per sequence.
         dtype: of weights and activations.
+        teacher: as it is built beside the model, whose forward pass precedes the model's.
+        top_k: log-probabilities per scored token, given in place of a teacher.
 
     Raises:
         ValueError: `layout.tp_size` does not divide the model; a size below 1; a sequence longer than the positions.
@@ -186,8 +191,9 @@ def trace_step(
         # The counter sees the matrix products of plain attention, not those inside torch's fused kernel for CPUs.
         with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
             model = build_model(config, context, seed=None, dtype=dtype)
+            teacher = teacher and build_model(teacher, context, seed=None, dtype=dtype).eval()
             with CollectiveRecorder(context) as recorder, FlopCounterMode(display=False) as counter:
-                loss = _micro_batch_loss(model, micro_batch_size, seq_length)
+                loss = _micro_batch_loss(model, teacher, top_k, micro_batch_size, seq_length, dtype)
                 recorder.phase = "backward"
                 loss.backward()
         return TraceReport(
@@ -203,13 +209,21 @@ def _count(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes)
 
 
-def _micro_batch_loss(model: nn.Module, micro_batch_size: int, seq_length: int) -> Tensor:
+def _micro_batch_loss(
+    model: nn.Module,
+    teacher: nn.Module | None,
+    top_k: int | None,
+    micro_batch_size: int,
+    seq_length: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """Summed loss of a batch without data."""
     tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
     keys = sample_dropout_keys(0, torch.arange(micro_batch_size))
-    if model.config.family == "gpt":
-        return model(tokens, tokens, keys)
-    is_real = torch.ones_like(tokens, dtype=torch.bool)
     scored = torch.zeros(micro_batch_size * scored_tokens(model.config, seq_length), dtype=torch.int64)
-    loss, order_logits = model(tokens, tokens, is_real, tokens, keys, scored)
-    return loss + F.cross_entropy(order_logits.float(), tokens[:, 0], reduction="sum")
+    targets = soft_targets(model.config, teacher, top_k, tokens, scored, dtype)
+    if model.config.family == "gpt":
+        return model(tokens, tokens, keys, targets=targets).sum()
+    is_real = torch.ones_like(tokens, dtype=torch.bool)
+    loss, order_logits = model(tokens, tokens, is_real, tokens, keys, scored, targets)
+    return loss.sum() + F.cross_entropy(order_logits.float(), tokens[:, 0], reduction="sum")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,9 +29,18 @@ from torch.utils._pytree import tree_leaves
 from analysis.ranks import TIMEOUT, on_ranks
 from lmscale import partition
 from lmscale.config import Layout, TransformerConfig
+from lmscale.config.family import load
 from lmscale.config.training import OptimizerConfig, PrecisionConfig
 from lmscale.models import build_model
-from lmscale.parallel import ParallelContext, make_context, replicated_layers, sample_dropout_keys
+from lmscale.parallel import (
+    CachedTargets,
+    ParallelContext,
+    ProjectedTargets,
+    SoftTargets,
+    make_context,
+    replicated_layers,
+    sample_dropout_keys,
+)
 from lmscale.planner.flops import scored_tokens
 from lmscale.planner.memory import estimate_memory
 from lmscale.planner.workload import Workload
@@ -49,6 +58,8 @@ class Case:
     Args:
         micro_batch_size: sequences, each as long as the model's number of positions.
         num_micro_batches: micro-batches per step.
+        teacher: sizes of the model that it is distilled from, at a temperature other than 1.
+        top_k: log-probabilities per scored token in place of a teacher.
     """
 
     config: TransformerConfig
@@ -59,14 +70,20 @@ class Case:
     sequence_parallel: bool = False
     traced: bool = False
     batch_halves: bool = False
+    teacher: TransformerConfig | None = None
+    top_k: int | None = None
+
+    @property
+    def job(self) -> Workload:
+        """For the planner."""
+        config, b = self.config, self.micro_batch_size
+        sizes = b, b * self.num_micro_batches, config.max_position_embeddings, self.dtype
+        return Workload(config, *sizes, on_gpu=self.traced, teacher=self.teacher, top_k=self.top_k)
 
     @property
     def predicted(self) -> int:
         """Predicted bytes."""
-        config, b = self.config, self.micro_batch_size
-        batch, s = b * self.num_micro_batches, config.max_position_embeddings
-        job = Workload(config, b, batch, s, self.dtype, on_gpu=self.traced)
-        return estimate_memory(job, Layout(tp_size=self.tp_size, **self.options)).total
+        return estimate_memory(self.job, Layout(tp_size=self.tp_size, **self.options)).total
 
     @property
     def options(self) -> dict[str, bool]:
@@ -183,6 +200,28 @@ class TensorBytes(TorchDispatchMode):
         return out
 
 
+def soft_targets(
+    config: TransformerConfig,
+    teacher: nn.Module | None,
+    top_k: int | None,
+    tokens: Tensor,
+    scored: Tensor,
+    dtype: torch.dtype,
+) -> SoftTargets | None:
+    """The targets of one micro-batch at a temperature other than 1, from a teacher's forward pass or as from a cache;
+    None without either."""
+    if top_k is not None:
+        log_p = torch.zeros(len(scored), top_k + 1, dtype=torch.promote_types(dtype, torch.float32))
+        return CachedTargets(2.0, 0.5, log_p, torch.arange(top_k).repeat(len(scored), 1))
+    if teacher is None:
+        return None
+    batch = {"tokens": tokens, "token_types": torch.zeros_like(tokens), "attention_mask": None, "scored": scored}
+    with torch.no_grad():
+        return ProjectedTargets(
+            2.0, 0.5, *load(config.traits.loss).output_projection(teacher, batch), config.vocab_size
+        )
+
+
 def measure(case: Case, context: ParallelContext) -> int:
     """Peak bytes of live tensors in a step after the first: weights, state, gradients, activations, temporaries.
 
@@ -197,15 +236,21 @@ def measure(case: Case, context: ParallelContext) -> int:
     tokens = torch.arange(b * s).view(b, s) % config.vocab_size
     keys = sample_dropout_keys(seed=1, sample_numbers=torch.arange(b))
     scored = torch.arange(b * scored_tokens(config, s))
+    teacher = None
+    if case.teacher is not None:
+        teacher = build_model(case.job.teacher_job.config, context, seed=seed, dtype=DTYPES[case.dtype]).eval()
+
+    def targets() -> SoftTargets | None:
+        return soft_targets(config, teacher, case.top_k, tokens, scored, DTYPES[case.dtype])
 
     def step() -> None:
         optimizer.zero_grad()
         for _ in range(case.num_micro_batches):
             if config.family == "gpt":
-                (model(tokens, tokens, keys) / tokens.numel()).backward()
+                (model(tokens, tokens, keys, targets=targets()).sum() / tokens.numel()).backward()
             else:
-                loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored)
-                (loss / tokens.numel() + order.float().mean()).backward()
+                loss, order = model(tokens, torch.zeros_like(tokens), None, tokens, keys, scored, targets())
+                (loss.sum() / tokens.numel() + order.float().mean()).backward()
         optimizer.reduce_gradients()
         if not case.traced:
             optimizer.step()
@@ -217,6 +262,7 @@ def measure(case: Case, context: ParallelContext) -> int:
         step()
     optimizer.zero_grad()
     held = [*model.parameters(), *optimizer.tensors().values(), *optimizer.gradients().values()]
+    held += [] if teacher is None else teacher.parameters()
     with TensorBytes(held) as tracked:
         step()
     return tracked.peak

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -52,9 +53,13 @@ def rank_flops(job: Workload, layout: Layout) -> int:
     return sum(o.count * o.flops for o in found) - left_out
 
 
-def assert_equal_to_trace(config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str) -> None:
-    report = trace_step(config, layout, b, s, {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype])
-    job = training(config, b, layout, dtype=dtype, seq_length=s, on_gpu=False)
+def assert_equal_to_trace(
+    config: TransformerConfig, layout: Layout, b: int, s: int, dtype: str, **teacher: Any
+) -> None:
+    job = training(config, b, layout, dtype=dtype, seq_length=s, on_gpu=False, **teacher)
+    built = None if job.teacher is None else job.teacher_job.config
+    kind = {"bf16": torch.bfloat16, "fp64": torch.float64}[dtype]
+    report = trace_step(config, layout, b, s, kind, built, job.top_k)
     parameters = count_parameters(config, layout)
     assert (report.model_parameters, report.rank_parameters) == (parameters.total, parameters.per_rank)
     assert report.flops == rank_flops(job, layout)
@@ -111,6 +116,20 @@ def test_formulas_and_trace_agree_for_the_later_placements(norm_order: str) -> N
         config = small_config("bert", norm_order=norm_order, **settings)
         assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3), 5, 13, "fp64")
         assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, sequence_parallel=True), 5, 12, "fp64")
+
+
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+@pytest.mark.parametrize("kind", ["model", "cache"])
+def test_formulas_and_trace_agree_with_a_teacher(architecture: str, kind: str) -> None:
+    config = small_config(architecture, recompute="full", attention="exact")
+    larger = small_config(
+        architecture, num_layers=3, hidden_size=96, norm_order="post", ffn_hidden_size=56, vocab_multiple=2
+    )
+    teacher = {"teacher": larger} if kind == "model" else {"top_k": 7}
+    for tp_size in (1, 2):
+        assert_equal_to_trace(config, Layout(tp_size=tp_size, dp_size=3), 5, 13, "fp64", **teacher)
+    for cut in ({"sequence_parallel": True}, {"batch_halves": True}, {"sequence_parallel": True, "batch_halves": True}):
+        assert_equal_to_trace(config, Layout(tp_size=2, dp_size=3, **cut), 4, 12, "bf16", **teacher)
 
 
 @pytest.mark.parametrize(

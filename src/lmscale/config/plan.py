@@ -1,6 +1,7 @@
 """The configuration of the planner: the typed form of `conf/plan.yaml`."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +84,8 @@ class PlanConfig(TrainingRequest, EntryConfig):
         most = 0 if teacher is not None else self.model.vocab_size or top_k
         rule = f"null with `teacher.model`, else at most `model.vocab_size` ({self.model.vocab_size})"
         require(self, "teacher.top_k", rule, top_k <= most)
+        s, positions = self.data.seq_length, math.inf if teacher is None else teacher.max_position_embeddings
+        require(self, "data.seq_length", f"at most the {positions} positions of the teacher", s <= positions)
         for name in ("family", "vocab_size") if teacher is not None else ():
             own = getattr(self.model, name)
             require(self, f"teacher.model.{name}", f"that of `model` ({own})", getattr(teacher, name) == own)

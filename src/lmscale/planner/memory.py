@@ -186,7 +186,7 @@ def logits_bytes(job: Workload) -> tuple[int, int]:
     """Bytes per logit of the loss: of the student's and the teacher's, and of temporaries.
 
     A teacher's logits have the weights' type, those that a cache gives are wide. Eager code needs a wide temporary for
-    each of the two distributions, and one more for what it computes from both.
+    each of the two distributions, and one more for what it computes from both; at a temperature of 1 one less.
     """
     e, wide, num_wide = job.weight_bytes, job.wide_bytes, 1 if _is_compiled(job) else 3
     if job.teacher is not None:

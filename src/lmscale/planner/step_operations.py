@@ -113,12 +113,14 @@ def _head(job: Workload, layout: Layout) -> list[Operation]:
         if num * chunk == 0:
             continue
         logits, table = chunk * columns, columns * h
-        read = 2 * logits * both + (logits * e if sizes.num_tensors else 0)  # the bias's gradient is a sum of its own
+        cached = 0 if job.top_k is None else logits * job.wide_bytes  # eager passes add what the cache leaves out
+        biased = logits * e if sizes.num_tensors else 0  # its gradient is a sum of its own
+        read = 2 * logits * both + 6 * cached + biased
         found += [
             times(num, product("logits", "forward", chunk, columns, h, e)),
             times(num, product("logits, gradient of the input", "forward", chunk, h, columns, e)),
             times(num, product("logits, gradient of the weight", "forward", columns, h, chunk, e)),
-            times(num, Operation("loss", "forward", read, logits * e, LAUNCHES_OF_A_LOSS_CHUNK)),
+            times(num, Operation("loss", "forward", read, logits * e + 5 * cached, LAUNCHES_OF_A_LOSS_CHUNK)),
         ]
         if several:
             found.append(times(num, Operation("sum of the chunks", "forward", table * (4 + e), table * 4)))

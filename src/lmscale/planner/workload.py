@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import RECOMPUTE_MODES, Layout, Recompute, TransformerConfig
-from ..config.checks import refuse
 from ..config.from_dict import keys_of
 from ..config.layout import ParallelConfig
 from ..config.plan import PlanConfig
@@ -34,9 +33,6 @@ class Workload:
         on_gpu: a GPU has a flash kernel with attention dropout, LayerNorms in half types and larger pieces of the loss.
         teacher: the model that `config` is distilled from, with the same vocabulary.
         top_k: log-probabilities per scored token, read from a cache in place of a teacher.
-
-    Raises:
-        ValueError: the teacher has fewer positions than a sequence has tokens.
     """
 
     config: TransformerConfig
@@ -50,11 +46,6 @@ class Workload:
     on_gpu: bool = True
     teacher: TransformerConfig | None = None
     top_k: int | None = None
-
-    def __post_init__(self) -> None:
-        positions = self.seq_length if self.teacher is None else self.teacher.max_position_embeddings
-        if self.seq_length > positions:
-            refuse("data.seq_length", f"at most the {positions} positions of the teacher", self.seq_length)
 
     @classmethod
     def of(cls, request: PlanConfig | RunConfig, attention: str = "sdpa", **machine: Any) -> "Workload":
