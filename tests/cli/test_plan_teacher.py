@@ -50,6 +50,7 @@ def test_a_refusal_names_a_layout_that_fits_both_models() -> None:
         ((TEACHER, CACHE), f"`teacher.top_k` must be {RULE}, but is 64"),
         (("teacher.top_k=30523",), f"`teacher.top_k` must be {RULE}, but is 30523"),
         (("model@teacher.model=gpt_355m",), "`teacher.model.family` must be that of `model` (bert), but is 'gpt'"),
+        ((TEACHER, "model.vocab_size=null"), "`teacher.model.vocab_size` must be that of `model` (null), but is 30522"),
         ((TEACHER, "teacher.model.vocab_size=30000"), "`teacher.model.vocab_size` must be that of `model` (30522)"),
         (
             (TEACHER, "teacher.model.max_position_embeddings=500"),

@@ -82,13 +82,13 @@ class PlanConfig(TrainingRequest, EntryConfig):
         require(self, "measure", "0 with `best`, `operations` or a teacher", is_modelled)
         require(self, "parallel.pp_size", "1 with a teacher", is_alone or self.parallel.num_stages in (1, "auto"))
         most = 0 if teacher is not None else self.model.vocab_size or top_k
-        rule = f"null with `teacher.model`, else at most `model.vocab_size` ({self.model.vocab_size})"
+        rule = f"null with `teacher.model`, else at most `model.vocab_size` ({self.model.vocab_size or 'null'})"
         require(self, "teacher.top_k", rule, top_k <= most)
         s, positions = self.data.seq_length, math.inf if teacher is None else teacher.max_position_embeddings
         require(self, "data.seq_length", f"at most the {positions} positions of the teacher", s <= positions)
         for name in ("family", "vocab_size") if teacher is not None else ():
             own = getattr(self.model, name)
-            require(self, f"teacher.model.{name}", f"that of `model` ({own})", getattr(teacher, name) == own)
+            require(self, f"teacher.model.{name}", f"that of `model` ({own or 'null'})", getattr(teacher, name) == own)
         require(self, "parallel.pp_size", "1 with `measure`", self.parallel.num_stages == 1 or not self.measure)
         for name, free in (("tp_size", (1, "auto")), ("dp_size", ("auto",))):
             rule = f"{free[-1]} with `measure`, which tries every size"
