@@ -13,6 +13,7 @@ from lmscale.config.training import PrecisionConfig
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
 NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}
 PEERS = ("hf_eager", "hf_compiled", "megatron_core", "file_eager", "file_compiled", "ours_bf16")
+TEMPERATURE, TEACHER_WEIGHT = 2.0, 0.5  # of a comparison with a teacher
 FILE_PEERS = {"file_eager", "file_compiled"}
 
 
@@ -22,6 +23,8 @@ class BenchConfig(Checked):
 
     Args:
         model: the fields of `TransformerConfig`, and `name`; if `vocab_size` is null, the paper's padded vocabulary.
+        teacher: the fields of a teacher's `TransformerConfig`, with random weights; each step then distils from it, at
+            `TEMPERATURE` and `TEACHER_WEIGHT`. Peers are then those of Hugging Face.
         peers: some of `PEERS`: Hugging Face's model, eager or compiled; megatron-core's GPT
             with the local spec; a model file in nanoGPT's form (`GPT`, `GPTConfig`), eager or compiled; our own step in
             bf16 (to compare with float8). Empty: ours alone.
@@ -43,6 +46,7 @@ class BenchConfig(Checked):
     model: dict
     precision: PrecisionConfig
     micro_batch_size: Positive
+    teacher: dict | None = None
     peers: list = field(default_factory=lambda: ["hf_compiled"])
     file: PathText | None = None
     seq_length: Positive | None = None
@@ -71,6 +75,8 @@ class BenchConfig(Checked):
             raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
         if "ours_bf16" in self.peers and self.precision.dtype != "fp8":
             raise ValueError(f"`precision` must be fp8 with the peer ours_bf16, but is {self.precision.dtype}")
+        if self.teacher is not None and not {*self.peers} <= {"hf_eager", "hf_compiled"}:
+            raise ValueError(f"`peers` must be hf_eager or hf_compiled with a teacher, but are {', '.join(self.peers)}")
         if self.cuda_graphs and not (self.compiles and self.precision.dtype in ("bf16", "fp8")):
             raise ValueError("`cuda_graphs` must be false unless compiles=true and precision=bf16 or fp8, but is true")
         config = self.transformer_config()
@@ -125,8 +131,8 @@ class BenchConfig(Checked):
         """Tokens of a sequence: `seq_length`, or the model's positions."""
         return self.seq_length or self.transformer_config().max_position_embeddings
 
-    def transformer_config(self, attention: str = "sdpa") -> TransformerConfig:
-        """The model.
+    def transformer_config(self, attention: str = "sdpa", of_teacher: bool = False) -> TransformerConfig:
+        """The model, or its teacher.
 
         Args:
             attention: in place of `model.attention=auto`.
@@ -134,7 +140,8 @@ class BenchConfig(Checked):
         Raises:
             ValueError: an unknown or missing key of `model`, or an invalid value.
         """
-        values = {key: value for key, value in self.model.items() if key != "name"}
+        chosen = self.teacher if of_teacher else self.model
+        values = {key: value for key, value in chosen.items() if key != "name"}
         vocab_size = PADDED_VOCABULARIES.get(values.get("family"))
         return build(ModelConfig, {"vocab_size": None} | values, "model.").resolve(vocab_size, attention)
 

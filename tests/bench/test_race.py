@@ -92,6 +92,15 @@ def test_all_train_on_the_same_batches_with_the_same_losses(architecture: str, p
     assert found["ours/step_least"] <= found["ours/step_p10"] <= found["ours/step"] <= found["ours/step_p90"]
 
 
+@pytest.mark.parametrize("architecture", ["gpt", "bert"])
+def test_with_a_teacher_all_have_the_same_losses(architecture: str) -> None:
+    teacher = {"family": architecture, **SIZES, "num_layers": 3, "hidden_size": 48}
+    record = race(bench_of(architecture, teacher=teacher, peers=["hf_eager"], max_loss_difference=5e-4))
+    alone = race(bench_of(architecture, peers=["hf_eager"]))
+    losses = [found["metrics"]["ours/loss"]["value"] for found in (record, alone)]
+    assert losses[0] < losses[1]
+
+
 def test_a_compiled_peer_is_compiled_and_has_the_loss_of_the_eager_one() -> None:
     """With another backend; Inductor takes 20 s to generate code."""
     bench = bench_of()

@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.config import TEACHER_WEIGHT, TEMPERATURE, BenchConfig
 from lmscale.config import TransformerConfig
+from lmscale.config.teacher import TeacherConfig
 from lmscale.config.training import OptimizerConfig
 from lmscale.kernels import Kernels
 from lmscale.models import build_model
@@ -16,6 +17,7 @@ from lmscale.runtime.cpu_settings import keep_heap
 from lmscale.training.kernel_choice import choose_attention
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 from lmscale.training.step.training_module import DTYPES
+from lmscale.training.teacher import Teacher
 
 from .contender import MAX_NORM, Batch, Contender
 
@@ -34,6 +36,12 @@ class Ours(Contender):
         self.bench, self.attention, context = bench, config.attention, ParallelContext()
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
         self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
+        self.teacher, sizes = None, {"dtype": DTYPES[dtype], "device": device, "kernels": kernels}
+        if bench.teacher is not None:
+            teacher = bench.transformer_config(config.attention, of_teacher=True)
+            model = build_model(teacher, context, seed=bench.seed, **sizes).eval().requires_grad_(False)
+            settings = TeacherConfig("random", temperature=TEMPERATURE, weight=TEACHER_WEIGHT)
+            self.teacher = Teacher(settings, model, teacher.vocab_size)
         optimizer = OptimizerConfig(lr=bench.lr, max_grad_norm=MAX_NORM)
         parameters = self.model.named_parameters()
         self.optimizer = MixedPrecisionAdamW(parameters, optimizer, bench.precision, context, bench.compiles)
@@ -48,11 +56,15 @@ class Ours(Contender):
         seed_rank_generator(self.bench.seed, number, 0, 0, 0)
         numbers = number * len(tokens) + torch.arange(len(tokens), device=tokens.device)
         keys = sample_dropout_keys(self.bench.seed, numbers)
+        batch, order = batch | {"attention_mask": None}, 0.0
+        targets = None if self.teacher is None else self.teacher.targets(batch)
         if self.model.config.family == "gpt":
-            loss = self.model(tokens, labels, keys) / (labels != IGNORE_LABEL).sum()
+            words = self.model(tokens, labels, keys, targets=targets) / (labels != IGNORE_LABEL).sum()
         else:
-            masked, order = self.model(tokens, batch["token_types"], None, labels, keys, batch["scored"])
-            loss = masked / len(batch["scored"]) + F.cross_entropy(order.float(), batch["sop_labels"])
+            inputs = tokens, batch["token_types"], None, labels, keys, batch["scored"], targets
+            words, order = self.model(*inputs)
+            words, order = words / len(batch["scored"]), F.cross_entropy(order.float(), batch["sop_labels"])
+        loss = order + (words if targets is None else self.teacher.mix(words))
         loss.backward()
         self.optimizer.step()
         return loss.detach()

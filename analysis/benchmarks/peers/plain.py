@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analysis.benchmarks.config import BenchConfig
+from analysis.benchmarks.config import TEACHER_WEIGHT, TEMPERATURE, BenchConfig
+from lmscale.config import TransformerConfig
 from lmscale.hugging_face.config import config_to_hf
 from lmscale.models import build_model
 from lmscale.models.hugging_face import model_of
@@ -45,10 +47,16 @@ class HuggingFace(Plain):
     """transformers' model of the same sizes with our initial weights."""
 
     def __init__(self, bench: BenchConfig, device: torch.device, compiles: bool) -> None:
-        super().__init__(hugging_face_model(bench), bench, device, compiles)
+        super().__init__(hugging_face_model(bench.transformer_config(), bench.seed), bench, device, compiles)
         self.is_gpt = bench.model["family"] == "gpt"
+        self.teacher = None
+        if bench.teacher is not None:
+            teacher = hugging_face_model(bench.transformer_config(of_teacher=True), bench.seed).to(device).eval()
+            self.teacher = torch.compile(teacher) if compiles else teacher
 
     def loss(self, batch: Batch) -> Tensor:
+        if self.teacher is not None:
+            return self._loss_with_teacher(batch)
         if self.is_gpt:  # its loss shifts the labels, and ours are already shifted
             return self.run(input_ids=batch["tokens"], labels=batch["unshifted"]).loss
         return self.run(
@@ -57,6 +65,20 @@ class HuggingFace(Plain):
             labels=batch["labels"],
             next_sentence_label=batch["sop_labels"],
         ).loss
+
+    def _loss_with_teacher(self, batch: Batch) -> Tensor:
+        inputs = {"input_ids": batch["tokens"]} | ({} if self.is_gpt else {"token_type_ids": batch["token_types"]})
+        with torch.no_grad():
+            theirs = self.teacher(**inputs)
+        ours, scored, name = self.run(**inputs), batch["labels"] != IGNORE_LABEL, "logits"
+        order = 0.0
+        if not self.is_gpt:
+            name, order = "prediction_logits", F.cross_entropy(ours.seq_relationship_logits, batch["sop_labels"])
+        student, teacher = (getattr(each, name)[scored].float() for each in (ours, theirs))
+        soft = [(logits / TEMPERATURE).log_softmax(-1) for logits in (student, teacher)]
+        divergence = F.kl_div(*soft, reduction="batchmean", log_target=True)
+        labels = F.cross_entropy(student, batch["labels"][scored])
+        return (1 - TEACHER_WEIGHT) * labels + TEACHER_WEIGHT * TEMPERATURE**2 * divergence + order
 
 
 class ModelFile(Plain):
@@ -84,12 +106,11 @@ class ModelFile(Plain):
         return self.run(batch["tokens"], labels)[1]
 
 
-def hugging_face_model(bench: BenchConfig) -> nn.Module:
+def hugging_face_model(config: TransformerConfig, seed: int) -> nn.Module:
     """transformers' model with our initial weights, in fp32."""
     import transformers
 
-    config = bench.transformer_config()  # weights are the same with any
-    ours = dict(build_model(config, ParallelContext(), seed=bench.seed).named_parameters())
+    ours = dict(build_model(config, ParallelContext(), seed=seed).named_parameters())
     model = getattr(transformers, model_of(config).model_class)(config_to_hf(config, "float32", {}))
     weights = {pair.theirs: pair.to_theirs(ours[pair.ours].detach(), config) for pair in model_of(config).pairs(config)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
