@@ -263,7 +263,9 @@ def written_values(node: dict, prefix: str = "") -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("entry_point", ["convert", "finetune", "generate", "plan", "prepare_data", "zero_shot"])
+@pytest.mark.parametrize(
+    "entry_point", ["cache_logits", "convert", "finetune", "generate", "plan", "prepare_data", "zero_shot"]
+)
 def test_groups_do_not_override_the_entry_points_own_file(entry_point: str) -> None:
     """Except train.yaml, whose recipes are meant to override it."""
     written = OmegaConf.to_container(OmegaConf.load(CONF / f"{entry_point}.yaml"))

@@ -15,6 +15,7 @@ COMMANDS = {
     "finetune": ("finetune/run.py", "finetune a BERT and score it"),
     "evaluate": ("src/zero_shot.py", "evaluate a GPT zero-shot"),
     "generate": ("src/generate.py", "continue a text"),
+    "cache": ("src/cache_logits.py", "store what a teacher predicts for a run's samples"),
     "convert": ("src/convert.py", "reshard a checkpoint, or exchange it with Hugging Face"),
 }
 

@@ -63,7 +63,9 @@ def test_weights_alone_must_be_those_of_a_checkpoint(path) -> None:
         ResumeConfig(path, weights_only=True)
 
 
-@pytest.mark.parametrize("module", ["convert", "corpus", "data", "finetune", "generate", "plan", "zero_shot"])
+@pytest.mark.parametrize(
+    "module", ["convert", "corpus", "data", "finetune", "generate", "plan", "teacher", "zero_shot"]
+)
 def test_every_path_has_the_type_that_refuses_an_empty_one(module) -> None:
     classes = filter(is_dataclass, vars(import_module(f"lmscale.config.{module}")).values())
     hints = [pair for each in classes for pair in checks.hints_of(each).items()]

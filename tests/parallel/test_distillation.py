@@ -19,6 +19,7 @@ from lmscale.parallel import (
     chunked_cross_entropy,
     linear_cross_entropy,
 )
+from lmscale.parallel.distillation import top_k_log_probabilities
 
 N, H, H_T, V, USED = 23, 8, 5, 44, 33  # rows, widths of student and teacher, padded and real vocabulary
 SETTINGS = list(product((1.0, 2.0), (0.0, 0.5, 1.0)))  # temperature, weight
@@ -179,3 +180,31 @@ def test_compiled_passes_give_the_same(source: str | int) -> None:
         losses = run(compiled=compiled, targets=targets_of(inputs, 2.0, 0.3, source))
         found.append([losses.detach(), *torch.autograd.grad((losses * torch.tensor([0.7, 0.3])).sum(), leaves)])
     assert error(*found) < 1e-5
+
+
+def _errors_of_top_k(rank: int, tp_size: int) -> list[float]:
+    """Of `most_probable` in several chunks, from log-probabilities of the whole vocabulary, for ordinary and for
+    confident teachers; the ids must be equal."""
+    partition.LOGITS_AT_ONCE, context, errors = 7 * V // tp_size, make_context(tp_size), []
+    part = slice(context.tp_rank * V // tp_size, (context.tp_rank + 1) * V // tp_size)
+    for (temperature, weight), top_k, spread in product(SETTINGS[::3], (1, 7, 20, USED - 1, USED), (1.0, 5.0)):
+        inputs = make_inputs(spread=spread)
+        found = targets_of(inputs, temperature, weight, "teacher", part).most_probable(top_k, context)
+        wanted = cached(inputs, temperature, top_k)
+        assert torch.equal(found[1], wanted[1]) and torch.equal(found[0].isinf(), wanted[0].isinf())
+        errors.append((found[0].exp() - wanted[0].exp()).abs().max().item())
+        errors.append((found[0] - wanted[0]).nan_to_num(0.0).abs().max().item())
+    return errors
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_the_most_probable_ids_equal_those_of_the_whole_vocabulary(tp_size: int) -> None:
+    for errors in run_ranks(_errors_of_top_k, tp_size, tp_size):
+        assert max(errors) < 1e-12
+
+
+def test_the_others_of_a_confident_teacher_are_not_lost_in_fp32() -> None:
+    logits = torch.full((1, 50), 0.0)
+    logits[0, 3] = 60.0
+    log_p, ids = top_k_log_probabilities(logits, 1, 1.0, ParallelContext())
+    assert ids.tolist() == [[3]] and log_p[0].tolist() == pytest.approx([0.0, math.log(49) - 60], rel=1e-6)

@@ -20,6 +20,7 @@ from ..config.from_dict import ADDED, key_of
 from ..config.generate import GenerateConfig
 from ..config.plan import PlanConfig
 from ..config.pretrain import RunConfig
+from ..config.teacher import CacheConfig
 from ..config.zero_shot import ZeroShotConfig
 from .conf_files import CONF
 
@@ -31,6 +32,7 @@ ENTRY_POINTS = {
     "src/prepare_data.py": PrepareConfig,
     "src/zero_shot.py": ZeroShotConfig,
     "src/generate.py": GenerateConfig,
+    "src/cache_logits.py": CacheConfig,
     "src/convert.py": ConvertConfig,
 }
 REQUIRED = {"src/zero_shot.py": ["task=wikitext103"]}  # groups without a default choice

@@ -3,7 +3,11 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from .checks import AboveZero, Checked, Count, PathText, Rule, check, require
+from .checks import AboveZero, Accelerator, Checked, Count, PathText, Positive, Rule, Seed, check, require
+from .data import DataConfig, TokenizerConfig
+from .from_dict import EntryConfig
+from .generate import GenerateParallel
+from .training import PrecisionConfig
 
 Weight = Annotated[float, Rule("at least 0 and at most 1", lambda number: 0 <= number <= 1)]
 
@@ -63,6 +67,64 @@ class TeacherConfig(Checked):
         rule = f"a list of {num_layers} layers, all below the teacher's {num_teacher_layers}"
         require(self, "layers", rule, fits)
         return self.layers
+
+
+@dataclass(frozen=True)
+class CacheTrainer(Checked):
+    """`trainer=`: of the run to come.
+
+    Args:
+        max_steps: its length.
+    """
+
+    max_steps: Positive
+
+
+@dataclass(frozen=True)
+class CacheParallel(GenerateParallel):
+    """`parallel=`: the ranks that compute the cache, of any number.
+
+    Args:
+        dp_size: data-parallel ranks, which share the samples.
+    """
+
+    dp_size: Positive = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(EntryConfig):
+    """One cache of what a teacher predicts for the samples of a run to come, whose keys have the same names.
+
+    Args:
+        ckpt: the teacher: a checkpoint at any layout, a run folder (its newest one) or a folder with a Hugging Face
+            model.
+        output: a new folder, or that of the same command, which continues.
+        top_k: log-probabilities per scored token; all others are one number.
+        temperature: T of softmax(t / T), as `teacher.temperature` of the run.
+        global_batch_size: times `trainer.max_steps`, how many samples there are; the run may have other steps.
+        seed: of the order of the samples, and of BERT's masks.
+        micro_batch_size: sequences per rank and forward pass.
+        precision: its `dtype` is that of weights and arithmetic; half types are stored as fp16.
+        accelerator: `auto`: a GPU if there is one.
+    """
+
+    ckpt: PathText
+    output: PathText
+    top_k: Positive = 64
+    temperature: AboveZero = 1.0
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    trainer: CacheTrainer
+    global_batch_size: Positive
+    seed: Seed = 1234
+    micro_batch_size: Positive = 8
+    precision: PrecisionConfig = PrecisionConfig("fp32")
+    accelerator: Accelerator = "auto"
+    parallel: CacheParallel = CacheParallel()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.precision.refuse_float8()
 
 
 def cache_record_bytes(rows: int, top_k: int, vocab_size: int, value_bytes: int) -> int:

@@ -55,6 +55,11 @@ def cut_step(step: Batch, micro_batch_size: int | None) -> list[Batch]:
     return [trim_padding({key: x[i : i + size] for key, x in step.items()}) for i in range(0, num_samples, size)]
 
 
+def scored_rows(labels: Tensor, num_rows: int) -> Tensor:
+    """Which of a sample's `num_rows` rows in a cache belong to its scored positions: the first ones; bool [b, m]."""
+    return torch.arange(num_rows) < (labels != IGNORE_LABEL).sum(dim=1, keepdim=True)
+
+
 def check_entries(batch: object, names: Iterable[str]) -> None:
     """Refuse a batch of a user's loader that has other entries.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..partition import rows_at_once
 from .context import ParallelContext
 
 _NEVER = float("-inf")
@@ -63,6 +64,16 @@ class ProjectedTargets(SoftTargets):
         out[:, used_columns(self.vocab_size, out.shape[1], context) :] = _NEVER
         return out
 
+    def most_probable(self, top_k: int, context: ParallelContext) -> tuple[Tensor, Tensor]:
+        """`top_k_log_probabilities` of all rows, as many at a time as the loss projects."""
+        at_once = rows_at_once(len(self.word_embedding), self.rows.is_cuda)
+        like = self.rows.new_empty(()).expand(len(self.rows), len(self.word_embedding))  # has the shape alone
+        chunks = [slice(start, start + at_once) for start in range(0, max(len(like), 1), at_once)]
+        logits = (self.logits(chunk, like[chunk], context) for chunk in chunks)
+        found = [top_k_log_probabilities(each, top_k, self.temperature, context) for each in logits]
+        log_p, ids = map(torch.cat, zip(*found, strict=True))
+        return log_p, ids
+
 
 @dataclass
 class CachedTargets(SoftTargets):
@@ -105,6 +116,39 @@ class CachedTargets(SoftTargets):
         out.add_(shift.unsqueeze(-1))
         whole.scatter_(1, column, scale * log_p[:, :-1])
         return out
+
+
+def top_k_log_probabilities(
+    logits: Tensor, top_k: int, temperature: float, context: ParallelContext
+) -> tuple[Tensor, Tensor]:
+    """The k most probable ids of softmax(t / T), and the log-probabilities of each and of all others together.
+
+    The others are summed over their own columns: 1 less the probabilities of the ids would round to 0.
+
+    Shapes:
+        logits [n, v/p], this rank's columns, -inf for what is never predicted; returns wide [n, k + 1], as of
+        `CachedTargets`, and int64 [n, k], most probable first, equal on all tensor ranks.
+
+    Args:
+        top_k: k, at most the ids that are predicted.
+
+    Communicates:
+        over the tensor group three all-gathers: of the min(k, v/p) most probable ids of each rank and their logits, and
+        of [n].
+    """
+    own = logits.to(wide_type(logits.dtype), copy=True).div_(temperature)
+
+    def gather(x: Tensor) -> Tensor:
+        return torch.cat(context.tp_communicator.all_gather(x).chunk(context.tp_size), dim=1)
+
+    values, columns = own.topk(min(top_k, own.shape[1]))
+    candidates = gather(columns + context.tp_rank * own.shape[1])
+    values, places = gather(values).topk(top_k)
+    ids = candidates.gather(1, places)
+    column, elsewhere = context.local_ids(ids, own.shape[1])
+    own.scatter_reduce_(1, column, torch.full_like(values, _NEVER).masked_fill_(elsewhere, -_NEVER), "amin")
+    others = gather(own.logsumexp(1, keepdim=True)).logsumexp(1, keepdim=True)
+    return torch.cat([values, others], dim=1).log_softmax(1), ids
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
