@@ -58,7 +58,7 @@ class Case:
     Args:
         micro_batch_size: sequences, each as long as the model's number of positions.
         num_micro_batches: micro-batches per step.
-        teacher: sizes of the model that it is distilled from, at a temperature other than 1.
+        teacher: sizes of the model that it is distilled from, at `temperature`.
         top_k: log-probabilities per scored token in place of a teacher.
     """
 
@@ -71,6 +71,7 @@ class Case:
     traced: bool = False
     batch_halves: bool = False
     teacher: TransformerConfig | None = None
+    temperature: float = 2.0
     top_k: int | None = None
 
     @property
@@ -200,26 +201,17 @@ class TensorBytes(TorchDispatchMode):
         return out
 
 
-def soft_targets(
-    config: TransformerConfig,
-    teacher: nn.Module | None,
-    top_k: int | None,
-    tokens: Tensor,
-    scored: Tensor,
-    dtype: torch.dtype,
-) -> SoftTargets | None:
-    """The targets of one micro-batch at a temperature other than 1, from a teacher's forward pass or as from a cache;
-    None without either."""
+def soft_targets(case: Case, teacher: nn.Module | None, tokens: Tensor, scored: Tensor) -> SoftTargets | None:
+    """The targets of one micro-batch, from a teacher's forward pass or as from a cache; None without either."""
+    config, top_k, mix = case.config, case.top_k, (case.temperature, 0.5)
     if top_k is not None:
-        log_p = torch.zeros(len(scored), top_k + 1, dtype=torch.promote_types(dtype, torch.float32))
-        return CachedTargets(2.0, 0.5, log_p, torch.arange(top_k).repeat(len(scored), 1))
+        log_p = torch.zeros(len(scored), top_k + 1, dtype=torch.promote_types(DTYPES[case.dtype], torch.float32))
+        return CachedTargets(*mix, log_p, torch.arange(top_k).repeat(len(scored), 1))
     if teacher is None:
         return None
     batch = {"tokens": tokens, "token_types": torch.zeros_like(tokens), "attention_mask": None, "scored": scored}
     with torch.no_grad():
-        return ProjectedTargets(
-            2.0, 0.5, *load(config.traits.loss).output_projection(teacher, batch), config.vocab_size
-        )
+        return ProjectedTargets(*mix, *load(config.traits.loss).output_projection(teacher, batch), config.vocab_size)
 
 
 def measure(case: Case, context: ParallelContext) -> int:
@@ -241,7 +233,7 @@ def measure(case: Case, context: ParallelContext) -> int:
         teacher = build_model(case.job.teacher_job.config, context, seed=seed, dtype=DTYPES[case.dtype]).eval()
 
     def targets() -> SoftTargets | None:
-        return soft_targets(config, teacher, case.top_k, tokens, scored, DTYPES[case.dtype])
+        return soft_targets(case, teacher, tokens, scored)
 
     def step() -> None:
         optimizer.zero_grad()

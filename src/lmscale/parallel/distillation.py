@@ -171,12 +171,12 @@ def sums(student: Tensor, teacher: Tensor, largest: Tensor, temperature: float) 
     e^t' (t' - s'), with s' = (s - max s) / T and t' alike.
     """
     s = student.to(largest.dtype, copy=True).sub_(largest[0].unsqueeze(-1))
-    of_labels = s.exp().sum(dim=-1)
-    t = teacher.to(largest.dtype, copy=True).sub_(largest[1].unsqueeze(-1))
-    of_student = of_labels
+    of_student = of_labels = s.exp().sum(dim=-1)
     if temperature != 1.0:
-        s, t = s.div_(temperature), t.div_(temperature)
+        s = s.div_(temperature)
         of_student = s.exp().sum(dim=-1)
+    t = teacher.to(largest.dtype, copy=True).sub_(largest[1].unsqueeze(-1))
+    t = t if temperature == 1.0 else t.div_(temperature)
     difference = s.neg_().add_(t)
     p = t.exp_()
     # Where p is 0 the difference may be infinite, or not a number in the padding.
@@ -191,11 +191,11 @@ def mixed_gradient(student: Tensor, teacher: Tensor, log_totals: Tensor, tempera
         log_totals wide [3, n], the logarithms of the normalizers of s, s / T and t / T; inf where a row is not scored.
     """
     of_labels, of_student, of_teacher = log_totals.unsqueeze(-1)
-    s, t = student.to(log_totals.dtype), teacher.to(log_totals.dtype)
+    wide = log_totals.dtype
     if temperature == 1.0:
-        mixed = s.sub_(of_labels).exp_().sub_(t.sub_(of_teacher).exp_(), alpha=weight)
-    else:
-        p = t.div_(temperature).sub_(of_teacher).exp_()
-        soft = s.div(temperature).sub_(of_student).exp_().sub_(p)
-        mixed = s.sub_(of_labels).exp_().mul_(1 - weight).add_(soft, alpha=weight * temperature)
+        p = teacher.to(wide).sub_(of_teacher).exp_()
+        return student.copy_(student.to(wide).sub_(of_labels).exp_().sub_(p, alpha=weight))
+    soft = student.to(wide, copy=True).div_(temperature).sub_(of_student).exp_()
+    soft.sub_(teacher.to(wide).div_(temperature).sub_(of_teacher).exp_())
+    mixed = student.to(wide).sub_(of_labels).exp_().mul_(1 - weight).add_(soft, alpha=weight * temperature)
     return student.copy_(mixed)

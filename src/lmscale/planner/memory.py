@@ -186,12 +186,12 @@ def logits_bytes(job: Workload) -> tuple[int, int]:
     """Bytes per logit of the loss: of the student's and the teacher's, and of temporaries.
 
     A teacher's logits have the weights' type, those that a cache gives are wide. Eager code needs a wide temporary for
-    each of the two distributions, and one more for what it computes from both; at a temperature of 1 one less.
+    each of the two distributions, and a mask.
     """
-    e, wide, num_wide = job.weight_bytes, job.wide_bytes, 1 if _is_compiled(job) else 3
-    if job.teacher is not None:
-        return 2 * e, num_wide * wide
-    return (e, wide) if job.top_k is None else (e + wide, num_wide * wide)
+    e, wide = job.weight_bytes, job.wide_bytes
+    if job.teacher is None and job.top_k is None:
+        return e, wide
+    return 2 * e if job.teacher is not None else e + wide, wide if _is_compiled(job) else 2 * wide + 1
 
 
 def _teacher_bytes(job: Workload, layout: Layout) -> dict[str, int]:

@@ -144,6 +144,9 @@ def check_teacher(run: RunConfig) -> CheckedTeacher:
         refuse("teacher.path", f"of the model's family ({run.model.family})", config.family)
     if not hasattr(load(config.traits.loss), "output_projection"):
         raise ValueError(f"`teacher.path` must be null for the family {config.family}, whose loss takes no teacher")
+    if config.max_position_embeddings < run.data.seq_length:
+        rule = f"at most the {config.max_position_embeddings} positions of the teacher"
+        refuse("data.seq_length", rule, run.data.seq_length)
     if settings.layers is not None:
         student = run.model.resolve(config.vocab_size)
         with keys_of(TeacherConfig, "teacher."):
