@@ -12,9 +12,10 @@ from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import load
 from ..shared_files import check_sockets
-from .loading import Loader, References, Samples, as_tensors, collate_step, ignore_signals
+from .loading import Loader, References, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
 from .sampler import RunSamples
+from .teacher_cache import TeacherCache
 
 _NO_END = 1 << 40  # steps of a run whose order does not depend on its length
 
@@ -31,6 +32,7 @@ class PretrainDataModule(L.LightningDataModule):
 
     Args:
         num_workers: loader processes per rank.
+        cache: a teacher's, with the entries `teacher_log_p` and `teacher_ids` of a training batch.
         by_length: sort the sequences of a step on a rank by descending length, so that most micro-batches have no
             padding. Not for `mean_of_means`, which depends on how sequences are grouped into micro-batches.
 
@@ -38,8 +40,16 @@ class PretrainDataModule(L.LightningDataModule):
         steps_per_epoch: steps of a Lightning epoch, here of the whole run.
     """
 
-    def __init__(self, samples: RunSamples, micro_batch_size: int, num_workers: int, by_length: bool) -> None:
+    def __init__(
+        self,
+        samples: RunSamples,
+        micro_batch_size: int,
+        num_workers: int,
+        by_length: bool,
+        cache: TeacherCache | None = None,
+    ) -> None:
         super().__init__()
+        self.cache = cache
         self.samples, self.micro_batch_size = samples, micro_batch_size
         self.num_workers, self.by_length = num_workers, by_length
         self.steps_per_epoch = samples.num_steps
@@ -56,7 +66,9 @@ class PretrainDataModule(L.LightningDataModule):
         """All steps of the run from `start_step` on."""
         parallel = self.trainer.strategy.parallel
         sampler = self.samples.sampler(parallel.dp_rank, parallel.dp_size, start_step)
-        return self._loader(self.samples.train, sampler, partial(collate_step, by_length=self.by_length))
+        return self._loader(
+            References(self.samples.train, self.cache), sampler, partial(collate_step, by_length=self.by_length)
+        )
 
     def val_dataloader(self) -> Loader:
         """This data rank's validation sequences; the last micro-batch may be smaller."""
@@ -68,13 +80,13 @@ class PretrainDataModule(L.LightningDataModule):
         # Lightning would skip the whole validation, its closing all-reduce included, on a rank whose loader has length
         # 0, and the other ranks would wait forever: if some rank has no sequences, no rank's loader has a length.
         some_rank_is_idle = len(scored) < parallel.dp_size
-        loader = self._loader(self.samples.validation, batches, as_tensors)
+        loader = self._loader(References(self.samples.validation), batches, as_tensors)
         return Loader(lambda: loader, None if some_rank_is_idle else len(batches))
 
-    def _loader(self, datasets: list[Samples], batch_sampler: Any, collate: Any) -> DataLoader:
+    def _loader(self, references: References, batch_sampler: Any, collate: Any) -> DataLoader:
         # Its own generator: a loader that draws from torch's would make the dropout of the ranks differ.
         return DataLoader(
-            References(datasets),
+            references,
             batch_sampler=batch_sampler,
             collate_fn=collate,
             num_workers=self.num_workers,

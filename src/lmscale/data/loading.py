@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from .bert_dataset import IGNORE_LABEL, BERTDataset
 from .gpt_dataset import GPTDataset
 from .sampler import DATASET_SHIFT
+from .teacher_cache import TeacherCache
 
 Samples = GPTDataset | BERTDataset
 Batch = dict[str, Tensor]
@@ -18,10 +19,11 @@ _IDS = torch.int64, torch.int32
 
 
 class References(Dataset):
-    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in their datasets."""
+    """Looks up references, rows (sample number, epoch, dataset x 2^40 + index), in their datasets and in a teacher's
+    cache."""
 
-    def __init__(self, datasets: list[Samples]) -> None:
-        self.datasets = datasets
+    def __init__(self, datasets: list[Samples], cache: TeacherCache | None = None) -> None:
+        self.datasets, self.cache = datasets, cache
 
     def __getitems__(self, references: np.ndarray) -> dict[str, np.ndarray]:
         numbers, epochs, places = references.T
@@ -31,7 +33,8 @@ class References(Dataset):
             mine = np.flatnonzero(which == number)
             for key, values in self.datasets[number].batch(epochs[mine], indices[mine]).items():
                 batch.setdefault(key, np.empty((len(references), *values.shape[1:]), values.dtype))[mine] = values
-        return batch | {"sample_numbers": numbers, "sample_indices": places}
+        cached = {} if self.cache is None else self.cache.read(numbers)
+        return batch | {"sample_numbers": numbers, "sample_indices": places} | cached
 
 
 def collate_step(step: dict[str, np.ndarray], by_length: bool) -> Batch:
@@ -52,7 +55,16 @@ def cut_step(step: Batch, micro_batch_size: int | None) -> list[Batch]:
     if num_samples == 0:
         raise ValueError(f"a batch of the DataLoader must have sequences, but `tokens` is {list(step['tokens'].shape)}")
     size = micro_batch_size or num_samples
-    return [trim_padding({key: x[i : i + size] for key, x in step.items()}) for i in range(0, num_samples, size)]
+    parts = ({key: x[i : i + size] for key, x in step.items()} for i in range(0, num_samples, size))
+    return [trim_padding(keep_scored(part)) for part in parts]
+
+
+def keep_scored(batch: Batch) -> Batch:
+    """Of the rows of a teacher's cache [b, m, ...] those of scored positions, in their order, [n, ...]."""
+    for name in {"teacher_log_p", "teacher_ids"} & batch.keys():
+        rows = batch[name][scored_rows(batch["labels"], batch[name].shape[1])]
+        batch = batch | {name: pinned_like(rows, batch["labels"])}
+    return batch
 
 
 def scored_rows(labels: Tensor, num_rows: int) -> Tensor:

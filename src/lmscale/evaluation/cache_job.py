@@ -61,7 +61,7 @@ def prepare(config: CacheConfig) -> CacheJob:
     choose_tokenizer(corpus.load_tokenizer(), load_saved_tokenizer(folder, model), model, config.ckpt)
     is_masked = model.traits.scored_share < 1
     facts = {
-        "tokenizer": corpus.manifest["tokenizer"],
+        "tokenizer": corpus.manifest["tokenizer"][:16],
         "data": corpus.content_hash,
         "shuffled_for_all": corpus.shuffles_documents and not is_masked,
         "num_samples": config.trainer.max_steps * config.global_batch_size,

@@ -47,7 +47,7 @@ def choose(run: RunConfig, workload: Workload, world: World | None) -> Choice:
     layout, needed = choose_layout(run.parallel, workload, world)
     batch = run.check_layout(layout)
     workload.check_layout(layout)
-    check_host(run, layout, world)
+    check_host(run, layout, world, workload.top_k or 0)
     if needed is None:
         modes = workload.in_each_mode() if run.model.recompute == "auto" and workload.on_gpu else [workload]
         workload, needed = choose_mode(run.name, modes, layout, world)
@@ -104,7 +104,7 @@ def _ranks_of_host(layout: Layout, world: World | None) -> int:
     return layout.world_size if world is None else world.local_size
 
 
-def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
+def check_host(run: RunConfig, layout: Layout, world: World | None, top_k: int = 0) -> None:
     """Refuse more threads, loader processes or sequences than this host can hold.
 
     Raises:
@@ -122,6 +122,8 @@ def check_host(run: RunConfig, layout: Layout, world: World | None) -> None:
         check_sockets("data.num_workers")
     num_tensors = run.model.traits.num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
+    scored = max(1, int(run.model.traits.scored_share * run.data.seq_length))
+    sequence += 2 * scored * top_k * (8 + 4)  # ids and log-probabilities of a teacher's cache, likewise
     there = host_memory_available()
     largest = there // (sequence * _ranks_of_host(layout, world)) * layout.dp_size
     if run.global_batch_size > largest:

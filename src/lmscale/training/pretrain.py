@@ -59,7 +59,8 @@ def train_as_agreed(run: Run, session: RankSession) -> int:
     if start.resumes:
         check_data_digest(start.checkpoint, samples, session.strategy.ranks)
     by_length = run.request.loss_reduction == "token_mean"
-    data = PretrainDataModule(samples, run.batch.micro_batch_size, run.request.data.num_workers, by_length)
+    sizes, cache = (run.batch.micro_batch_size, run.request.data.num_workers), run.teacher and run.teacher.cache
+    data = PretrainDataModule(samples, *sizes, by_length, cache)
     metrics, last_step = MetricsFile(session.folder / METRICS, model.validation_metrics), trainer.max_steps
     if not begin_run_folder(run, session, metrics, len(samples.scored)):
         return DONE  # an earlier start has completed the run

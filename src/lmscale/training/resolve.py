@@ -45,7 +45,7 @@ def resolve(request: RunConfig, world: World | None = None, files: dict[str, str
     with keys_of(ModelConfig, "model."), keys_of(ParallelConfig, "parallel."):
         model.check_tensor_parallel(run.layout.tp_size, run.layout.pad_heads)  # the rows of the vocabulary are known
     if run.teacher is not None:
-        run.teacher.check_corpus(corpus)
+        run.teacher.check_corpus(corpus, model)
     resumed, start = None, run.start
     if start.checkpoint is not None:
         from .resuming import check_resumable

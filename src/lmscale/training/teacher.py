@@ -19,6 +19,7 @@ from ..config.from_dict import keys_of
 from ..config.pretrain import RunConfig
 from ..config.teacher import TeacherConfig
 from ..data.prepare import PreparedCorpus
+from ..data.teacher_cache import TeacherCache, sample_facts
 from ..parallel import CachedTargets, ProjectedTargets, SoftTargets
 from ..trained_model import describe_checkpoint, load_model, load_saved_tokenizer
 from .run import Run
@@ -77,14 +78,16 @@ class CheckedTeacher:
     Args:
         config: of the model in `settings.path`; None without one.
         folder: of its tokenizer.
-        origin: 16 digits that tell teachers apart, wherever and at whatever layout they are stored.
+        origin: 16 digits that tell teachers apart, wherever and at whatever layout they are stored; those of the cache,
+            if there is one.
+        cache: what predicts in place of the model.
     """
 
     settings: TeacherConfig
     config: TransformerConfig | None
     folder: Path
     origin: str
-    cache: Any = None
+    cache: TeacherCache | None = None
 
     @property
     def workload(self) -> dict[str, Any]:
@@ -97,12 +100,17 @@ class CheckedTeacher:
         settings = self.settings
         return {"origin": self.origin, "temperature": settings.temperature, "weight": settings.weight}
 
-    def check_corpus(self, corpus: PreparedCorpus) -> None:
-        """Refuse a teacher with another vocabulary than the run's.
+    def check_corpus(self, corpus: PreparedCorpus, model: TransformerConfig) -> None:
+        """Refuse a teacher with another vocabulary than the run's, and the cache of another corpus.
 
         Raises:
-            ValueError: its tokenizer is missing or differs.
+            ValueError: its tokenizer is missing or differs; the corpus of the cache differs, or `model` has fewer ids.
         """
+        if self.cache is not None:
+            self.cache.check({"tokenizer": corpus.manifest["tokenizer"][:16], "data": corpus.content_hash})
+            fewest = self.cache.facts["vocab_size"]
+            if model.vocab_size < fewest:
+                refuse("model.vocab_size", f"at least {fewest}, the ids of `teacher.cache`", model.vocab_size)
         if self.config is None:
             return
         key, path, own = "teacher.path", self.settings.path, load_saved_tokenizer(self.folder, self.config)
@@ -135,10 +143,13 @@ def check_teacher(run: RunConfig) -> CheckedTeacher:
     """Check all of a teacher that needs no corpus.
 
     Raises:
-        ValueError: it is missing, damaged, finetuned, of another family or has too few positions; or `teacher.layers`
-            are of a model of other sizes.
+        ValueError: it is missing, damaged, finetuned, of another family or has too few positions; `teacher.layers` are
+            of a model of other sizes; or the cache does not fit the run.
     """
     settings, path = run.teacher, run.teacher.path
+    cache = None if settings.cache is None else _open_cache(run)
+    if path is None:
+        return CheckedTeacher(settings, None, Path(), cache.origin, cache)
     config, folder = describe_checkpoint(path, "teacher.path")
     if config.family != run.model.family:
         refuse("teacher.path", f"of the model's family ({run.model.family})", config.family)
@@ -156,7 +167,23 @@ def check_teacher(run: RunConfig) -> CheckedTeacher:
             raise ValueError(
                 f"`teacher.layers` must be null where more than the depth differs: {'; '.join(differences)}"
             )
-    return CheckedTeacher(settings, config, folder, _origin(path, config))
+    return CheckedTeacher(settings, config, folder, _origin(path, config) if cache is None else cache.origin, cache)
+
+
+def _open_cache(run: RunConfig) -> TeacherCache:
+    """The cache of a run, complete and of its samples; a sample does not depend on the batch that it is in."""
+    cache, size = TeacherCache.open(run.teacher.cache), run.global_batch_size
+    with keys_of(TeacherConfig, "teacher."):
+        cache.check(sample_facts(run, run.model.family) | {"temperature": run.teacher.temperature})
+    there, is_exact, needed = cache.facts["num_samples"], cache.facts["shuffled_for_all"], run.trainer.max_steps * size
+    if needed > there or (is_exact and needed < there):
+        most = f"{'' if is_exact else 'at most '}{there // size}, as `teacher.cache` has {there:,} samples"
+        why = ", shuffled for that number" if is_exact else ""
+        refuse("trainer.max_steps", most + why, run.trainer.max_steps)
+    if missing := cache.missing():
+        first = f"{len(missing)} parts are missing or cut short, such as {cache.path(missing[0])}"
+        raise ValueError(f"`teacher.cache` must be complete, but {first}; the command that began it writes them")
+    return cache
 
 
 def _origin(path: str, config: TransformerConfig) -> str:

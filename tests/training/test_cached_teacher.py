@@ -1,0 +1,209 @@
+"""A cache of a teacher's predictions gives a run the losses of the teacher, whatever layouts they have."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import run_in_turn, run_ranks
+from runs import assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
+
+from lmscale.config.teacher import CacheConfig
+from lmscale.data.teacher_cache import TeacherCache
+from lmscale.evaluation import cache_job
+from lmscale.training.resolve import resolve
+
+FAMILIES = ("gpt", "bert")
+STEPS, BATCH, T = 4, 8, 2.0
+
+
+def cache_config(teacher: Path, output: Path, **changes) -> CacheConfig:
+    values = {
+        "ckpt": str(teacher),
+        "output": str(output),
+        "top_k": 9,
+        "temperature": T,
+        "data": {"kind": "embedded", "seq_length": 33},
+        "tokenizer": {"kind": "trained", "vocab_size": 600},
+        "trainer": {"max_steps": STEPS},
+        "global_batch_size": BATCH,
+        "precision": {"dtype": "fp64"},
+        "accelerator": "cpu",
+    }
+    return CacheConfig.from_dict(values | changes)
+
+
+def compute(config: CacheConfig) -> None:
+    assert cache_job.compute(cache_job.prepare(config)) == 0
+
+
+def _compute_all(rank: int, jobs: list) -> None:
+    assert run_in_turn(rank, cache_job.compute, jobs) == [0] * len(jobs)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Of each family a teacher, and caches made by one rank, by two tensor ranks and two data ranks, and of all ids."""
+    folder = tmp_path_factory.mktemp("caches")
+    sizes, jobs = {"model__hidden_size": 32, "model__num_layers": 1, "trainer__max_steps": 2}, []
+    for family in FAMILIES:
+        teacher = folder / f"{family}_teacher"
+        assert train_here(tiny_run(family, teacher, optimizer__lr=1e-2, **sizes)) == 0
+        compute(cache_config(teacher, folder / f"{family}_1", micro_batch_size=3))
+        compute(cache_config(teacher, folder / f"{family}_whole", top_k=600))
+        for layout in ({"tp_size": 2}, {"dp_size": 2}):
+            output = folder / f"{family}_{'x'.join(layout)}"
+            jobs.append(cache_job.prepare(cache_config(teacher, output, micro_batch_size=8, parallel=layout)))
+    run_ranks(_compute_all, 2, jobs)
+    return folder
+
+
+def distilled(family: str, run_dir: Path, teacher: dict, **changes):
+    settings = {"temperature": T, "weight": 0.7} | teacher
+    return tiny_run(family, run_dir, teacher=settings, **({"trainer__max_steps": STEPS} | changes))
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row[name] for row in read_rows(run_dir) for name in ("train/loss", "train/teacher_loss") if name in row]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_of_all_ids_gives_the_losses_of_the_running_teacher(family, folder, tmp_path) -> None:
+    teachers = {"path": str(folder / f"{family}_teacher")}, {"cache": str(folder / f"{family}_whole")}
+    for name, teacher in zip(("runs", "cached"), teachers, strict=True):
+        assert train_here(distilled(family, tmp_path / name, teacher)) == 0
+    assert_equal_runs(tmp_path / "runs", tmp_path / "cached")
+    assert min(losses(tmp_path / "cached")) > 1e-3
+
+
+def test_a_cache_serves_another_layout_batch_and_a_run_that_is_resumed(folder, tmp_path) -> None:
+    stopped, resumed = [], []
+    for family in FAMILIES:
+        assert train_here(distilled(family, tmp_path / family, {"cache": str(folder / f"{family}_1")})) == 0
+        for made_by in ("tp_size", "dp_size"):
+            cache, run_dir = {"cache": str(folder / f"{family}_{made_by}")}, tmp_path / f"{family}_{made_by}"
+            layout = {"parallel__dp_size": 2, "micro_batch_size": 2, "data__num_workers": 1}
+            if made_by == "dp_size":
+                layout = {"parallel__tp_size": 2, "micro_batch_size": 8}
+            stopped.append(distilled(family, run_dir, cache, trainer__stop_after_steps=2, **layout))
+            resumed.append(distilled(family, run_dir, cache, resume={"path": "auto"}, **layout))
+    run_jobs(stopped, 2)
+    run_jobs(resumed, 2)
+    for family in FAMILIES:
+        for made_by in ("tp_size", "dp_size"):
+            assert_equal_runs(tmp_path / family, tmp_path / f"{family}_{made_by}")
+
+
+def test_rows_are_those_of_the_scored_positions_and_the_others_are_0(folder) -> None:
+    for family, rows in (("gpt", 33), ("bert", int(0.15 * 33))):
+        cache = TeacherCache.open(folder / f"{family}_1")
+        found = cache.read(np.arange(STEPS * BATCH))
+        total = np.exp(found["teacher_log_p"]).sum(-1)
+        used = np.abs(total - 1) < 1e-12
+        assert found["teacher_ids"].shape == (STEPS * BATCH, rows, 9) and used[:, 0].all()
+        assert (found["teacher_log_p"][~used] == 0).all() and used.all() == (family == "gpt")
+        assert (np.diff(used.astype(int), axis=1) <= 0).all()
+
+
+REFUSED = [
+    ("gpt", {"temperature": 1.0}, {}, r"`teacher.temperature` must be 2.0, that of the cache in .*, but is 1.0"),
+    ("bert", {}, {}, "`model.family` must be 'gpt', that of the cache"),
+    ("gpt", {}, {"data__seq_length": 32}, "`data.seq_length` must be 33, that of the cache"),
+    ("gpt", {}, {"seed": 1}, "`seed` must be 1234, that of the cache"),
+    ("gpt", {}, {"trainer__max_steps": 5}, "`trainer.max_steps` must be at most 4, as `teacher.cache` has 32 samples"),
+    ("gpt", {}, {"global_batch_size": 16}, "`trainer.max_steps` must be at most 2, as `teacher.cache` has 32 samples"),
+    ("gpt", {}, {"tokenizer__vocab_size": 500}, "`tokenizer` must be '[0-9a-f]{16}', that of the cache"),
+    ("gpt", {}, {"data__validation_every": 7}, "`tokenizer` must be '[0-9a-f]{16}', that of the cache"),
+    ("gpt", {"cache": "nowhere"}, {}, "`teacher.cache` must be a folder of src/cache_logits.py, but nowhere/manifest"),
+]
+
+
+@pytest.mark.parametrize("family, settings, changes, words", REFUSED)
+def test_a_run_that_the_cache_does_not_fit_is_refused_in_one_line(
+    family, settings, changes, words, folder, tmp_path
+) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        resolve(distilled(family, tmp_path / "run", {"cache": str(folder / "gpt_1")} | settings, **changes))
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "facts, changes, words",
+    [
+        (
+            {"shuffled_for_all": True},
+            {"trainer__max_steps": 3},
+            "`trainer.max_steps` must be 4, as `teacher.cache` has 32 samples, shuffled for that number, but is 3",
+        ),
+        ({"vocab_size": 601}, {}, "`model.vocab_size` must be at least 601, the ids of `teacher.cache`, but is 600"),
+        ({"data": "another"}, {}, "`data` must be 'another', that of the cache in .*, but is '[0-9a-f]{16}'"),
+    ],
+)
+def test_shuffled_documents_other_texts_and_a_smaller_vocabulary_are_refused(
+    facts, changes, words, folder, tmp_path
+) -> None:
+    cache, missing = TeacherCache.begin(tmp_path / "cache", TeacherCache.open(folder / "gpt_1").facts | facts)
+    for part in missing:
+        cache.write(part, np.zeros(len(cache.samples(part)), cache.record))
+    with pytest.raises(ValueError, match=words):
+        resolve(distilled("gpt", tmp_path / "run", {"cache": str(cache.folder)}, **changes))
+
+
+@pytest.mark.parametrize("name, value", [("mask_probability", 0.2), ("short_seq_probability", 0.0), ("max_ngram", 1)])
+def test_other_masks_are_refused(name, value, folder, tmp_path) -> None:
+    with pytest.raises(ValueError, match=f"`data.{name}` must be .*, that of the cache in .*, but is {value}"):
+        resolve(distilled("bert", tmp_path / "run", {"cache": str(folder / "bert_1")}, **{f"data__{name}": value}))
+
+
+def test_an_incomplete_cache_is_refused_and_a_damaged_one_ends_the_run(folder, tmp_path, capfd) -> None:
+    shutil.copytree(folder / "gpt_1", tmp_path / "cache")
+    run = distilled("gpt", tmp_path / "run", {"cache": str(tmp_path / "cache")})
+    part = TeacherCache.open(tmp_path / "cache").path(5)
+    data = bytearray(part.read_bytes())
+    part.unlink()
+    with pytest.raises(
+        ValueError, match="`teacher.cache` must be complete, but 1 parts are .*part_00005.bin; the comm"
+    ):
+        resolve(run)
+    data[7] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(ValueError, match="part_00005.bin is damaged in sample 5"):
+        train_here(run)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"top_k": 601}, "`top_k` must be at most the teacher's 600 ids, but is 601"),
+        ({"data": {"kind": "embedded", "seq_length": 34}}, "`data.seq_length` must be at most the teacher's 33 pos"),
+        ({"parallel": {"tp_size": 3}}, "`num_attention_heads` .*3"),
+        ({"tokenizer": {"kind": "trained", "vocab_size": 500}}, "`tokenizer.path` must be that of the checkpoint"),
+        ({"precision": {"dtype": "fp8"}}, "`precision` must be one of fp64, fp32, bf16, fp16"),
+        ({"temperature": 1.0}, "`temperature` must be 2.0, that of the cache in .*gpt_1, but is 1.0"),
+        ({"trainer": {"max_steps": 5}}, "`num_samples` must be 32, that of the cache in .*gpt_1, but is 40"),
+    ],
+)
+def test_a_command_that_does_not_fit_is_refused(changes: dict, words: str, folder) -> None:
+    with pytest.raises(ValueError, match=words):
+        compute(cache_config(folder / "gpt_teacher", folder / "gpt_1", **changes))
+
+
+def test_parts_that_exist_are_kept_and_the_others_are_computed_again(folder, tmp_path) -> None:
+    shutil.copytree(folder / "bert_1", tmp_path / "cache")
+    cache = TeacherCache.open(tmp_path / "cache")
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in cache.folder.glob("part_*")}
+    cache.path(3).unlink()
+    compute(cache_config(folder / "bert_teacher", cache.folder, micro_batch_size=3))
+    for path, (time_ns, data) in before.items():
+        assert path.read_bytes() == data and (path.stat().st_mtime_ns == time_ns) == (path != cache.path(3))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_cache_of_a_narrower_type_is_close(precision: str, folder, tmp_path) -> None:
+    config = cache_config(folder / "gpt_teacher", tmp_path / "cache", precision={"dtype": precision}, top_k=600)
+    compute(config)
+    found, wanted = (TeacherCache.open(each).read(np.arange(9)) for each in (tmp_path / "cache", folder / "gpt_whole"))
+    p = [np.zeros((9, 33, 600)) for _ in range(2)]
+    for whole, entries in zip(p, (found, wanted), strict=True):
+        np.put_along_axis(whole, entries["teacher_ids"], np.exp(entries["teacher_log_p"][..., :-1]), -1)
+    assert np.abs(p[0] - p[1]).max() < {"bf16": 2e-2, "fp16": 2e-3, "fp32": 1e-6}[precision] * p[1].max()
