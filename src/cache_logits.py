@@ -4,9 +4,7 @@ import lmscale.cli.ctrl_c  # noqa: F401
 
 # isort: split
 from lmscale.cli.hydra_main import run_hydra_main, run_task
-from lmscale.cli.next_command import command
 from lmscale.config.teacher import CacheConfig
-from lmscale.runtime.world import is_first_rank
 
 
 def cache_logits(values: dict) -> None:
@@ -17,9 +15,6 @@ def cache_logits(values: dict) -> None:
     from lmscale.runtime.launch import launch
 
     launch(cache_job.compute, cache_job.prepare(config), config.parallel.tp_size * config.parallel.dp_size)
-    if is_first_rank():
-        keys = {"teacher__cache": config.output, "teacher__temperature": f"{config.temperature:g}"}
-        print(f"train:    {command('src/train.py', 'model=...', **keys)} and the keys of its data")
 
 
 if __name__ == "__main__":

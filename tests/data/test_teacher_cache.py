@@ -83,23 +83,17 @@ def remove(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, is_seen_at_start, message",
-    [
-        (flip, False, "is damaged in sample 3$"),
-        (swap, False, "is damaged in sample 3$"),
-        (take_another_caches, False, "is damaged in sample 3$"),
-        (cut, True, "is missing or cut short$"),
-        (remove, True, "is missing or cut short$"),
-    ],
+    "damage, is_seen_at_start",
+    [(flip, False), (swap, False), (take_another_caches, False), (cut, True), (remove, True)],
 )
-def test_damage_names_the_part_and_the_sample(
-    damage: Callable[[Path], None], is_seen_at_start: bool, message: str, tmp_path
-) -> None:
-    cache = fill(tmp_path / "cache")
+def test_damage_names_the_part_and_the_sample(damage: Callable[[Path], None], is_seen_at_start: bool, tmp_path) -> None:
+    cache, sample = fill(tmp_path / "cache"), 5 if damage is cut else 3
     damage(cache.folder)
     assert cache.missing() == [1] * is_seen_at_start
     cache.read(np.arange(6, 150)), cache.read(np.arange(3))
-    with pytest.raises(ValueError, match=f"`teacher.cache` must be .*part_00001.bin {message}"):
+    with pytest.raises(
+        ValueError, match=f"`teacher.cache` must be intact, but .*part_00001.bin lacks sample {sample} or"
+    ):
         cache.read(np.arange(2, 6))
 
 

@@ -1,12 +1,14 @@
 """A cache of a teacher's predictions gives a run the losses of the teacher, whatever layouts they have."""
 
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from ranks import run_in_turn, run_ranks
-from runs import assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
+from runs import REPOSITORY, assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.config.teacher import CacheConfig
 from lmscale.data.teacher_cache import TeacherCache
@@ -167,7 +169,7 @@ def test_an_incomplete_cache_is_refused_and_a_damaged_one_ends_the_run(folder, t
         resolve(run)
     data[7] ^= 1
     part.write_bytes(data)
-    with pytest.raises(ValueError, match="part_00005.bin is damaged in sample 5"):
+    with pytest.raises(ValueError, match="part_00005.bin lacks sample 5 or is damaged there"):
         train_here(run)
 
 
@@ -207,3 +209,18 @@ def test_a_cache_of_a_narrower_type_is_close(precision: str, folder, tmp_path) -
     for whole, entries in zip(p, (found, wanted), strict=True):
         np.put_along_axis(whole, entries["teacher_ids"], np.exp(entries["teacher_log_p"][..., :-1]), -1)
     assert np.abs(p[0] - p[1]).max() < {"bf16": 2e-2, "fp16": 2e-3, "fp32": 1e-6}[precision] * p[1].max()
+
+
+def test_the_command_computes_it_and_says_how_a_run_reads_it(folder, tmp_path) -> None:
+    script, teacher = REPOSITORY / "src" / "cache_logits.py", folder / "gpt_teacher"
+    keys = ["top_k=9", "temperature=2", "data.seq_length=33", "tokenizer.vocab_size=600", "trainer.max_steps=4"]
+    keys += ["global_batch_size=8", "micro_batch_size=3", "precision=fp64", "accelerator=cpu", "output=cache"]
+    done = warm.run([str(script), f"ckpt='{teacher}'", *keys], tmp_path, dict(os.environ), timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "cache: 32 parts to write, 9.66e-05 GiB",
+        "complete; a run reads it with teacher.cache=cache teacher.temperature=2",
+    ]
+    made = [TeacherCache.open(each) for each in (tmp_path / "cache", folder / "gpt_1")]
+    assert made[0].facts == made[1].facts and made[0].missing() == []
+    assert made[0].path(7).read_bytes() == made[1].path(7).read_bytes()

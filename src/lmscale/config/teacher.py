@@ -122,10 +122,6 @@ class CacheConfig(EntryConfig):
     accelerator: Accelerator = "auto"
     parallel: CacheParallel = CacheParallel()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.precision.refuse_float8()
-
 
 def cache_record_bytes(rows: int, top_k: int, vocab_size: int, value_bytes: int) -> int:
     """Bytes of one sample in a cache of a teacher's log-probabilities on disk.

@@ -15,7 +15,6 @@ from ..shared_files import check_sockets
 from .loading import Loader, References, as_tensors, collate_step, ignore_signals
 from .prepare import prepare_corpus
 from .sampler import RunSamples
-from .teacher_cache import TeacherCache
 
 _NO_END = 1 << 40  # steps of a run whose order does not depend on its length
 
@@ -32,26 +31,20 @@ class PretrainDataModule(L.LightningDataModule):
 
     Args:
         num_workers: loader processes per rank.
-        cache: a teacher's, with the entries `teacher_log_p` and `teacher_ids` of a training batch.
         by_length: sort the sequences of a step on a rank by descending length, so that most micro-batches have no
             padding. Not for `mean_of_means`, which depends on how sequences are grouped into micro-batches.
+        cache: a `TeacherCache`, which adds `teacher_log_p` and `teacher_ids` to a training batch.
 
     Attributes:
         steps_per_epoch: steps of a Lightning epoch, here of the whole run.
     """
 
     def __init__(
-        self,
-        samples: RunSamples,
-        micro_batch_size: int,
-        num_workers: int,
-        by_length: bool,
-        cache: TeacherCache | None = None,
+        self, samples: RunSamples, micro_batch_size: int, num_workers: int, by_length: bool, cache: Any = None
     ) -> None:
         super().__init__()
-        self.cache = cache
         self.samples, self.micro_batch_size = samples, micro_batch_size
-        self.num_workers, self.by_length = num_workers, by_length
+        self.num_workers, self.by_length, self.cache = num_workers, by_length, cache
         self.steps_per_epoch = samples.num_steps
 
     def train_dataloader(self) -> Loader:
@@ -66,9 +59,8 @@ class PretrainDataModule(L.LightningDataModule):
         """All steps of the run from `start_step` on."""
         parallel = self.trainer.strategy.parallel
         sampler = self.samples.sampler(parallel.dp_rank, parallel.dp_size, start_step)
-        return self._loader(
-            References(self.samples.train, self.cache), sampler, partial(collate_step, by_length=self.by_length)
-        )
+        collate = partial(collate_step, by_length=self.by_length)
+        return self._loader(References(self.samples.train, self.cache), sampler, collate)
 
     def val_dataloader(self) -> Loader:
         """This data rank's validation sequences; the last micro-batch may be smaller."""

@@ -8,7 +8,6 @@ and a checksum. A row of a record is a scored position of its sample, in their o
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,16 +77,11 @@ class TeacherCache:
         needed, free = size * sum(len(cache.samples(part)) for part in missing), shutil.disk_usage(folder).free
         if needed > free:
             refuse("output", f"on a disk with {needed:,} bytes free", str(folder), f", where {free:,} are")
-        text = json.dumps({"checksum": cache.origin, "facts": cache.facts}, indent=1)
-        write_atomically(folder / MANIFEST, text.encode())
+        saved = {"checksum": cache.origin, "facts": cache.facts}
+        write_atomically(folder / MANIFEST, json.dumps(saved, indent=1).encode())
         return cache, missing
 
-    @property
-    def top_k(self) -> int:
-        """Ids of a row."""
-        return self.facts["top_k"]
-
-    @property
+    @cached_property
     def origin(self) -> str:
         """16 digits of the facts, which tell caches apart."""
         return xxhash.xxh3_64_hexdigest(json.dumps(self.facts, sort_keys=True).encode())
@@ -95,9 +89,9 @@ class TeacherCache:
     @cached_property
     def record(self) -> np.dtype:
         """One sample; zeros are an empty one."""
-        rows, top_k, values = self.facts["rows"], self.top_k, {"fp64": "<f8", "fp32": "<f4"}
+        rows, top_k, values = self.facts["rows"], self.facts["top_k"], {"fp64": "<f8", "fp32": "<f4"}
         values, ids = values.get(self.facts["precision"], "<f2"), "<u2" if self.facts["vocab_size"] <= 2**16 else "<u4"
-        return np.dtype([("log_p", values, (rows, top_k + 1)), ("ids", ids, (rows, top_k)), ("checksum", "<u8")])
+        return np.dtype([("log_p", values, (rows, top_k + 1)), ("ids", ids, (rows, top_k)), ("checksum", "V8")])
 
     def path(self, part: int) -> Path:
         """The file of a part."""
@@ -131,7 +125,8 @@ class TeacherCache:
             ValueError: it cannot be written.
         """
         rows = records.view(np.uint8).reshape(len(records), -1)
-        records["checksum"] = self._checksums(self.samples(part), rows)
+        for number, row in zip(self.samples(part), rows, strict=True):
+            row[-8:] = np.frombuffer(self._checksum(number, row), np.uint8)
         try:
             write_atomically(self.path(part), rows)
         except OSError as error:
@@ -147,22 +142,20 @@ class TeacherCache:
         Raises:
             ValueError: a record is missing, damaged, or that of another sample or cache.
         """
-        rows = np.empty((len(numbers), self.record.itemsize), np.uint8)
-        parts, places = np.divmod(numbers, self.facts["part_samples"])
-        for part in np.unique(parts).tolist():
-            mine, path = parts == part, self.path(part)
-            try:
-                rows[mine] = np.memmap(path, np.uint8, "r").reshape(-1, rows.shape[1])[places[mine]]
-            except (OSError, ValueError, IndexError):
-                raise ValueError(f"`teacher.cache` must be complete, but {path} is missing or cut short") from None
+        rows = np.zeros((len(numbers), self.record.itemsize), np.uint8)
+        for number, row in zip(numbers.tolist(), rows, strict=True):
+            part, place = divmod(number, self.facts["part_samples"])
+            with suppress(OSError), open(self.path(part), "rb") as file:
+                file.seek(place * len(row))
+                file.readinto(row)
+            if row[-8:].tobytes() != self._checksum(number, row):
+                path = self.path(part)
+                raise ValueError(
+                    f"`teacher.cache` must be intact, but {path} lacks sample {number} or is damaged there"
+                )
         found = rows.view(self.record)[:, 0]
-        for place in np.flatnonzero(found["checksum"] != self._checksums(numbers.tolist(), rows)):
-            path = self.path(parts[place])
-            raise ValueError(f"`teacher.cache` must be intact, but {path} is damaged in sample {numbers[place]}")
         return {"teacher_log_p": found["log_p"], "teacher_ids": found["ids"].astype(np.int64)}
 
-    def _checksums(self, numbers: Iterable[int], rows: np.ndarray) -> np.ndarray:
-        """Of records, uint64 [n]; by cache and sample, so that one in the place of another is found."""
-        seed = int(self.origin, 16)
-        found = [xxhash.xxh3_64_intdigest(r[:-8], (seed + n) % 2**64) for n, r in zip(numbers, rows, strict=True)]
-        return np.array(found, dtype=np.uint64)
+    def _checksum(self, number: int, row: np.ndarray) -> bytes:
+        """Of a record, by cache and sample, so that one in the place of another is found."""
+        return xxhash.xxh3_64_digest(row[:-8], (int(self.origin, 16) + number) % 2**64)

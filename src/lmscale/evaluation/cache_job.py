@@ -48,6 +48,7 @@ def prepare(config: CacheConfig) -> CacheJob:
         ValueError: the teacher is missing, damaged, of a family whose loss takes none, or does not fit the ranks or the
             data; or there is no GPU.
     """
+    config.precision.refuse_float8()
     resolve_accelerator(config.accelerator)
     model, folder = describe_checkpoint(config.ckpt)
     if not hasattr(load(model.traits.loss), "output_projection"):
@@ -96,10 +97,8 @@ def _compute(job: CacheJob, place: RankPlace) -> int:
 
     def predict(batch: Batch) -> np.ndarray:
         place.watchdog.mark("the teacher's predictions")
-        used, records = (
-            scored_rows(batch["labels"], job.facts["rows"]).numpy(),
-            np.zeros(len(batch["labels"]), cache.record),
-        )
+        used = scored_rows(batch["labels"], job.facts["rows"]).numpy()
+        records = np.zeros(len(used), cache.record)
         batch = {name: x if x is None else x.to(place.device) for name, x in batch.items()}
         projection = project.output_projection(loaded.model, batch)
         targets = ProjectedTargets(config.temperature, 1.0, *projection, job.facts["vocab_size"])
@@ -120,4 +119,6 @@ def _compute(job: CacheJob, place: RankPlace) -> int:
         if ranks.is_first and now > said + PROGRESS_INTERVAL_S:
             left, said = (now - started) / done * (len(missing) - done), now
             print(f"{done} of {len(missing)} parts are written, {left / 60:.0f} min left", flush=True)
+    if ranks.is_first:
+        print(f"complete; a run reads it with teacher.cache={config.output} teacher.temperature={config.temperature:g}")
     return DONE

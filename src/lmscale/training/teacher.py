@@ -92,7 +92,7 @@ class CheckedTeacher:
     @property
     def workload(self) -> dict[str, Any]:
         """The fields of a `Workload` with this teacher."""
-        return {"teacher": self.config} if self.cache is None else {"top_k": self.cache.top_k}
+        return {"teacher": self.config} if self.cache is None else {"top_k": self.cache.facts["top_k"]}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -177,9 +177,8 @@ def _open_cache(run: RunConfig) -> TeacherCache:
         cache.check(sample_facts(run, run.model.family) | {"temperature": run.teacher.temperature})
     there, is_exact, needed = cache.facts["num_samples"], cache.facts["shuffled_for_all"], run.trainer.max_steps * size
     if needed > there or (is_exact and needed < there):
-        most = f"{'' if is_exact else 'at most '}{there // size}, as `teacher.cache` has {there:,} samples"
-        why = ", shuffled for that number" if is_exact else ""
-        refuse("trainer.max_steps", most + why, run.trainer.max_steps)
+        rule = f"{'' if is_exact else 'at most '}{there // size}, as `teacher.cache` has {there:,} samples"
+        refuse("trainer.max_steps", rule + ", shuffled for that number" * is_exact, run.trainer.max_steps)
     if missing := cache.missing():
         first = f"{len(missing)} parts are missing or cut short, such as {cache.path(missing[0])}"
         raise ValueError(f"`teacher.cache` must be complete, but {first}; the command that began it writes them")
