@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES.remove(ROOT / "docs" / "log.md")  # commands of earlier versions
 GIVEN = {"MODEL": "gpt_tiny", "CLUSTER": "h100", "N": "8", "NAME": "deepnorm"}  # words that a reader replaces
-READS = re.compile(r"(ckpt|source|resume|(data|task|sources\.local)\.path|task\.train|task\.validation\.\w+)$")
+READS = re.compile(
+    r"(ckpt|source|resume|teacher\.(path|cache)|(data|task|sources\.local)\.path|task\.(train|validation\.\w+))$"
+)
 WRITES = ("hydra.run.dir", "hydra.sweep.dir", "output", "target")
 
 
