@@ -1,6 +1,7 @@
 """Import rules, checked in the source with `ast`; `python tests/test_imports.py` prints the table of the docs."""
 
 import ast
+from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -218,6 +219,12 @@ def test_the_folders_of_analysis_import_each_other_one_way() -> None:
     graph = {folder.name: imported_folders(folder) for folder in folders}
     assert "pages" in list(TopologicalSorter(graph).static_order())  # a circle raises CycleError
     assert not any("pages" in imported for imported in graph.values())
+
+
+def test_no_two_test_files_have_the_same_name() -> None:
+    """pytest imports them by name, and stops at the second."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def table() -> str:
