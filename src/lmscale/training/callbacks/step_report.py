@@ -16,15 +16,8 @@ from ..step.counters import Counters
 from ..step.layer_gradients import layer_gradient_norms
 from ..timing import PhaseTimer, memory_in_use
 
-PHASES = {
-    "step": "time/step_s",
-    "data": "time/data_s",
-    "forward": "time/forward_s",
-    "backward": "time/backward_s",
-    "optimizer": "time/optimizer_s",
-    "checkpoint": "time/checkpoint_s",
-    "exchange": "time/exchange_s",  # of hidden states between stages, most of it waiting
-}
+EXCHANGE = "exchange"  # of hidden states between stages, most of it waiting
+PHASES = ("step", "data", "forward", "backward", "optimizer", "checkpoint", EXCHANGE)
 
 
 class StepReport(L.Callback):
@@ -140,8 +133,8 @@ class StepReport(L.Callback):
         if self.peak_flops_per_s is not None:
             metrics["mfu"] = flops_per_s / self.peak_flops_per_s
         metrics["memory_gib"] = memory_in_use(pl_module.device) / 2**30
-        named = ((name, metric) for name, metric in PHASES.items() if name != "exchange" or context.pp_size > 1)
-        metrics |= {metric: seconds.get(name, 0.0) for name, metric in named}
+        shown = (phase for phase in PHASES if phase != EXCHANGE or context.pp_size > 1)
+        metrics |= {f"time/{phase}_s": seconds.get(phase, 0.0) for phase in shown}
         self.metrics = metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, pl_module.completed_steps)
