@@ -22,7 +22,7 @@ from lmscale.checkpoint import list_checkpoints
 from lmscale.parallel.shared_memory import RankGoneError
 from lmscale.runtime import launch
 from lmscale.runtime.exit_codes import FAILED, USER_ERROR
-from lmscale.runtime.lost_rank import end_rank, what_failed, who_is_gone
+from lmscale.runtime.lost_rank import LostRank, end_if_lost, what_failed, who_is_gone
 from lmscale.training.session import _end_process_group
 from lmscale.training.strategy import TensorParallelStrategy
 
@@ -188,7 +188,9 @@ def test_errors_of_lost_connections_are_told_from_others(capsys) -> None:
         "a rank that it communicates with is gone (Connection closed by peer [127.0.0.1]:3456)"
     )
     assert who_is_gone(dist.DistNetworkError("failed to recv, got 0 bytes"), range(2)) is not None
-    assert end_rank(RankGoneError("", 1), 2, 2, "step 5", None).code == FAILED
+    with pytest.raises(LostRank) as ended:
+        end_if_lost(RankGoneError("", 1), 2, 2, "step 5", None)
+    assert ended.value.code == FAILED
     assert "error: rank 2: rank 3 of its tensor group is gone; it was in step 5" in capsys.readouterr().err
     assert who_is_gone(dist.DistNetworkError("The client socket has timed out"), range(2)) is None
     assert who_is_gone(RuntimeError("Broken pipe"), range(2)) is None

@@ -17,7 +17,7 @@ from running_jobs import LONG_RUN, end, linux_only, ranks_of, rows_on_disk, wait
 from lmscale.parallel.shared_memory import RankGoneError
 from lmscale.runtime import watchdog as watchdog_module
 from lmscale.runtime.exit_codes import STALLED, USER_ERROR
-from lmscale.runtime.lost_rank import end_rank
+from lmscale.runtime.lost_rank import LostRank, end_if_lost
 from lmscale.runtime.watchdog import Watchdog
 
 
@@ -41,7 +41,8 @@ def test_the_line_of_a_rank_does_not_mix_with_those_of_others(monkeypatch) -> No
     """With PYTHONUNBUFFERED=1 every write reaches the terminal or log that all ranks share at once."""
     writes = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
-    end_rank(RankGoneError("gone", 1), rank=0, tp_size=2, where="step 3", folder=None)
+    with pytest.raises(LostRank):
+        end_if_lost(RankGoneError("gone", 1), rank=0, tp_size=2, where="step 3", folder=None)
     assert [text[-1] for text in writes if text] == ["\n"]
 
 

@@ -13,7 +13,7 @@ from ..parallel.rendezvous import start_process_group
 from ..parallel.shared_memory import SharedMemoryError
 from ..runtime.cpu_settings import share_cores
 from ..runtime.exit_codes import USER_ERROR
-from ..runtime.lost_rank import end_rank
+from ..runtime.lost_rank import end_if_lost
 from ..runtime.messages import print_error
 from ..runtime.ranks import Ranks, make_ranks
 from ..runtime.watchdog import Watchdog
@@ -64,10 +64,8 @@ def run_on_rank(work: Callable[[RankPlace], int], accelerator: str, layout: Layo
             print_error(error)
         code = USER_ERROR
     except RuntimeError as error:
-        lost = end_rank(error, rank, layout.tp_size, watchdog.where, None)
-        if lost is None:
-            raise
-        raise lost from None
+        end_if_lost(error, rank, layout.tp_size, watchdog.where, None)
+        raise
     finally:
         watchdog.stop()
     # Not after another exception: with NCCL it would wait for ranks that are inside a collective.

@@ -22,15 +22,17 @@ class CollectiveError(RuntimeError):
     """A collective failed on this rank; the message says where, what the backend says, and what to look at."""
 
 
-def end_rank(error: Exception, rank: int, tp_size: int, where: str, folder: Path | None) -> LostRank | None:
+def end_if_lost(error: Exception, rank: int, tp_size: int, where: str, folder: Path | None) -> None:
     """Print one line on a failed communication and leave it for the launcher; the traceback goes into the run folder.
+
+    An error of anything but communication is left to the caller.
 
     Args:
         where: what this rank was doing.
         folder: of the run; None, until the ranks have agreed on it: the traceback goes to stderr.
 
-    Returns:
-        the exception that ends this rank; None for an error of anything but communication.
+    Raises:
+        LostRank: ends this rank.
     """
     first = rank // tp_size * tp_size
     gone, failed = who_is_gone(error, range(first, first + tp_size)), what_failed(error)
@@ -40,9 +42,9 @@ def end_rank(error: Exception, rank: int, tp_size: int, where: str, folder: Path
         written = _write_traceback(folder, rank)
         error = CollectiveError(f"rank {rank}: communication failed in {where}: {failed}; traceback: {written}")
     else:
-        return None
+        return
     report(error)
-    return LostRank(FAILED)
+    raise LostRank(FAILED) from None
 
 
 def who_is_gone(error: BaseException, tensor_ranks: range) -> str | None:

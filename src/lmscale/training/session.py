@@ -26,7 +26,7 @@ from ..runtime.accelerator import keep_partial_sums_in_fp32
 from ..runtime.cpu_settings import keep_heap, share_cores
 from ..runtime.exit_codes import DONE, USER_ERROR
 from ..runtime.interruption import Interruption
-from ..runtime.lost_rank import abort_nccl, end_rank
+from ..runtime.lost_rank import abort_nccl, end_if_lost
 from ..runtime.ranks import AgreedError
 from ..runtime.run_lock import RunLock
 from ..runtime.watchdog import Watchdog
@@ -167,10 +167,8 @@ def run_on_this_rank(
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     except RuntimeError as error:
-        lost = end_rank(error, trainer.global_rank, strategy.layout.tp_size, watchdog.where, watchdog.folder)
-        if lost is None:
-            raise
-        raise lost from None
+        end_if_lost(error, trainer.global_rank, strategy.layout.tp_size, watchdog.where, watchdog.folder)
+        raise
     finally:
         interruption.restore()
         lock.release()
