@@ -21,7 +21,6 @@ from torch import nn
 from .checkpoint import METADATA, TOKENIZER_FOLDER, Checkpoint, CheckpointMetadata, find_given
 from .config import TransformerConfig
 from .config.data import TokenizerConfig
-from .config.family import family_of
 from .data.tokenizer import Tokenizer, load_published_tokenizer
 from .hugging_face.config import config_from_hf
 from .hugging_face.conversion import import_hugging_face
@@ -115,7 +114,7 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    kind = family_of(config.family).corpus.tokenizer
+    kind = config.traits.corpus.tokenizer
     return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.family)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
-from ..config.family import family_of
 from .errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
@@ -71,7 +70,7 @@ class TokenizerFiles:
         for name, path in self.files.items():
             shutil.copyfile(path, folder / name)
         length = max_length or self.config.max_position_embeddings
-        complete_files(folder, family_of(self.config.family).corpus, length)
+        complete_files(folder, self.config.traits.corpus, length)
 
 
 def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerConfig) -> TokenizerFiles | None:
@@ -85,7 +84,7 @@ def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerCon
     if path is None:
         return own
     given = TokenizerFiles(path, config)
-    family_of(config.family).corpus.check_tokens("tokenizer_path", str(path), given.ids)
+    config.traits.corpus.check_tokens("tokenizer_path", str(path), given.ids)
     if own is not None:
         is_other = "has other tokens" if own.ids != given.ids else _encodes_otherwise(path, beside, config)
         if is_other:
@@ -100,7 +99,7 @@ def _encodes_otherwise(path: str | Path, beside: Path, config: TransformerConfig
     """Say that files with the same tokens encode texts differently, as a cased and an uncased BERT do; else empty."""
     from ..data.tokenizer import load_published_tokenizer
 
-    kind = family_of(config.family).corpus.tokenizer
+    kind = config.traits.corpus.tokenizer
     try:
         given, own = (load_published_tokenizer(TokenizerConfig(kind, path=str(each))) for each in (path, beside))
     except ValueError as error:

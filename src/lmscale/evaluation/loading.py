@@ -6,7 +6,6 @@ import torch
 
 from ..config import TransformerConfig
 from ..config.data import TokenizerConfig
-from ..config.family import family_of
 from ..config.generate import GenerateConfig, GenerateTokenizer
 from ..config.zero_shot import ZeroShotConfig
 from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
@@ -30,7 +29,7 @@ def check_model(
     """
     requested = load_requested_tokenizer(config.tokenizer)
     model, folder = describe_checkpoint(config.ckpt)
-    if needs_causal and not family_of(model.family).is_causal:
+    if needs_causal and not model.traits.is_causal:
         kind = model.family.upper()
         raise ValueError(
             f"`ckpt` must be a GPT, which predicts the next token, but {config.ckpt} is a {kind}; finetune/run.py "

@@ -47,7 +47,7 @@ def check_initial_checkpoint(run: FinetuneConfig) -> tuple[InitialCheckpoint, To
     checkpoint.check_intact()
     path, metadata, config = checkpoint.path, checkpoint.metadata, checkpoint.model_config(needs_heads=False)
     task = run.task
-    if not family_of(config.family).has_pooler:
+    if not config.traits.has_pooler:
         raise ValueError(
             f"`ckpt` must be of a BERT, but {path} is of a {config.family}; src/generate.py and src/zero_shot.py take "
             "that of a GPT"

@@ -21,7 +21,6 @@ from ..checkpoint import CheckpointError, CheckpointReader
 from ..checkpoint.model_tensors import meta_model
 from ..checkpoint.reshard import VOCABULARY
 from ..config import TransformerConfig
-from ..config.family import family_of
 from .config import small_hf_model
 from .files import HuggingFaceReader
 
@@ -109,7 +108,7 @@ def compare_models(
     right = _Side(their_model, read_theirs, about.layers, tied, (about.positions,), lacking)
 
     numbers = torch.arange(sizes[1])[None]
-    tokens, num_types = numbers % sizes[0], family_of(config.family).num_token_types
+    tokens, num_types = numbers % sizes[0], config.traits.num_token_types
     types = numbers % num_types if num_types else None
     our_inputs = {"tokens": tokens} if types is None else {"tokens": tokens, "token_types": types}
     their_inputs = {"input_ids": tokens, "token_type_ids": types, "position_ids": numbers}

@@ -192,7 +192,7 @@ def generation_to_hf(config: TransformerConfig, token_ids: dict[str, int | None]
     """
     import transformers
 
-    if not family_of(config.family).is_causal or config.max_position_embeddings > 256:
+    if not config.traits.is_causal or config.max_position_embeddings > 256:
         return None
     return transformers.GenerationConfig(**token_ids, max_length=config.max_position_embeddings)
 

@@ -8,7 +8,6 @@ from huggingface_hub import ModelCardData
 
 from ..checkpoint import Checkpoint, CheckpointMetadata
 from ..config import TransformerConfig
-from ..config.family import family_of
 from .finetuned_head import PublishedHead
 
 CARD = "README.md"
@@ -35,7 +34,7 @@ def model_card(
         losses: of the validation after the last step, see `losses_of`.
         head: of a finetuned model.
     """
-    tag = "text-generation" if family_of(config.family).is_causal else "fill-mask"
+    tag = "text-generation" if config.traits.is_causal else "fill-mask"
     example, training = _example(model_class, name), _training(metadata)
     sizes = {
         "architecture": f"{config.family.upper()}, {config.norm_order}-norm",
