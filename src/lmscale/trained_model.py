@@ -20,8 +20,7 @@ from torch import nn
 
 from .checkpoint import METADATA, TOKENIZER_FOLDER, Checkpoint, CheckpointMetadata, find_given
 from .config import TransformerConfig
-from .config.data import TokenizerConfig
-from .data.tokenizer import Tokenizer, load_published_tokenizer
+from .data.tokenizer import Tokenizer, load_tokenizer_at
 from .hugging_face.config import config_from_hf
 from .hugging_face.conversion import import_hugging_face
 from .hugging_face.files import HuggingFaceReader
@@ -114,8 +113,7 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
     """
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    kind = config.traits.corpus.tokenizer
-    return load_published_tokenizer(TokenizerConfig(kind, path=str(folder)), config.family)
+    return load_tokenizer_at(folder, config.family)
 
 
 def _load_ours(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from finetune_runs import make_checkpoint, make_run, run_here
 
+from lmscale.data.tokenizer import load_tokenizer_at
 from lmscale.finetune import finetuning
-from lmscale.finetune.initial_checkpoint import load_tokenizer
 from lmscale.finetune.preparing import prepare_job
 from lmscale.finetune.run_folder import prepare_folder
 from lmscale.models import build_model
@@ -82,7 +82,7 @@ def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(tmp_path) -> None:
 
 def test_settings_beside_a_vocabulary_come_along_into_the_run_folder(tmp_path) -> None:
     ckpt = make_checkpoint(tmp_path / "ckpt")
-    vocab = load_tokenizer(ckpt / "tokenizer", "bert").inner.get_vocab()
+    vocab = load_tokenizer_at(ckpt / "tokenizer", "bert").inner.get_vocab()
     cased, uncased = tmp_path / "cased", tmp_path / "uncased"
     for folder in (cased, uncased):
         folder.mkdir()
@@ -95,9 +95,9 @@ def test_settings_beside_a_vocabulary_come_along_into_the_run_folder(tmp_path) -
     (ckpt / "tokenizer").rename(tmp_path / "moved")
     job = prepare_job(run)
     prepare_folder(job, tmp_path / "run")
-    kept = load_tokenizer(tmp_path / "run" / "checkpoints" / "tokenizer", "bert")
-    assert kept.fingerprint == load_tokenizer(cased / "vocab.txt", "bert").fingerprint
-    assert kept.encode_batch(["CAT"]) != load_tokenizer(uncased / "vocab.txt", "bert").encode_batch(["CAT"])
+    kept = load_tokenizer_at(tmp_path / "run" / "checkpoints" / "tokenizer", "bert")
+    assert kept.fingerprint == load_tokenizer_at(cased / "vocab.txt", "bert").fingerprint
+    assert kept.encode_batch(["CAT"]) != load_tokenizer_at(uncased / "vocab.txt", "bert").encode_batch(["CAT"])
 
 
 def test_a_finetuning_needs_18_bytes_per_parameter_that_are_free(tmp_path, monkeypatch, capfd) -> None:

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 from ..config import TransformerConfig
-from ..config.data import TokenizerConfig
 from .errors import CheckpointError
 
 TOKENIZER_FOLDER = "tokenizer"  # beside a checkpoint of ours
@@ -97,11 +96,10 @@ def find_tokenizer(path: str | Path | None, beside: Path, config: TransformerCon
 
 def _encodes_otherwise(path: str | Path, beside: Path, config: TransformerConfig) -> str:
     """Say that files with the same tokens encode texts differently, as a cased and an uncased BERT do; else empty."""
-    from ..data.tokenizer import load_published_tokenizer
+    from ..data.tokenizer import load_tokenizer_at
 
-    kind = config.traits.corpus.tokenizer
     try:
-        given, own = (load_published_tokenizer(TokenizerConfig(kind, path=str(each))) for each in (path, beside))
+        given, own = (load_tokenizer_at(each, config.family) for each in (path, beside))
     except ValueError as error:
         raise CheckpointError(f"`tokenizer_path` must name valid files, but {error}") from None
     return "" if given.encodes_as(own) else "encodes texts differently"

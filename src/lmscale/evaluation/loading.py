@@ -1,7 +1,5 @@
 """What an evaluation needs to know of a trained model before its ranks start."""
 
-from pathlib import Path
-
 import torch
 
 from ..config import TransformerConfig
@@ -50,6 +48,4 @@ def load_requested_tokenizer(config: GenerateTokenizer) -> Tokenizer | None:
     """
     if config.kind is None and config.path is None:
         return None
-    if config.path is not None and not Path(config.path).exists():
-        raise ValueError(f"`tokenizer.path` must be a file or a folder, but {config.path} does not exist")
     return load_published_tokenizer(TokenizerConfig("gpt2", path=config.path, name=config.name))

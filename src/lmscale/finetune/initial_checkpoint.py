@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import TransformerConfig
-from ..config.data import TokenizerConfig
-from ..config.family import family_of
 from ..config.finetune import FinetuneConfig
-from ..data.tokenizer import Tokenizer, choose_tokenizer, load_published_tokenizer
+from ..data.tokenizer import Tokenizer, choose_tokenizer, load_tokenizer_at
 from .tasks import HeadKind, benchmark_of
 from .tasks.benchmark import Benchmark
 
@@ -110,19 +108,10 @@ def _compare_head(
     return True, text, [classes.index(name) for name in benchmark.classes]
 
 
-def load_tokenizer(path: str | Path, family: str) -> Tokenizer:
-    """Load a tokenizer with the special tokens that inputs need.
-
-    Raises:
-        ValueError: it cannot be read or lacks a special token.
-    """
-    return load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
-
-
 def _find_tokenizer(run: FinetuneConfig, checkpoint: Path, beside: Path, config: TransformerConfig) -> Tokenizer:
     path = run.tokenizer.path
-    saved = load_tokenizer(beside, config.family) if beside.is_dir() else None
+    saved = load_tokenizer_at(beside, config.family) if beside.is_dir() else None
     if path is None and saved is None:
         raise ValueError(f"`tokenizer.path` must be given if the checkpoint has none in {beside}")
-    requested = load_tokenizer(path, config.family) if path is not None else None
+    requested = load_tokenizer_at(path, config.family) if path is not None else None
     return choose_tokenizer(requested, saved, config, str(checkpoint))

@@ -67,6 +67,15 @@ def load_published_tokenizer(config: TokenizerConfig, family: str | None = None)
     return Tokenizer(inner)
 
 
+def load_tokenizer_at(path: str | Path, family: str) -> Tokenizer:
+    """Load the tokenizer of a trained model of this family from a file or a folder, with the tokens its inputs need.
+
+    Raises:
+        ValueError: it cannot be read or lacks a special token.
+    """
+    return load_published_tokenizer(TokenizerConfig(family_of(family).corpus.tokenizer, path=str(path)), family)
+
+
 def check_tokenizer(config: TokenizerConfig, family: str) -> None:
     """Check the configuration of a tokenizer before anything is read.
 
