@@ -227,11 +227,9 @@ class CheckpointReader(ExitStack):
         """
         entry = self._entry(key)
         dim, padding = entry.shard_dim, self.padding.get(key.partition("/")[2], 0)
-        expected = list(entry.shape)
         length = 1 if dim is None else out.shape[dim] if dim < out.ndim else 0
-        if dim is not None:
-            expected[dim] = length
-        if list(out.shape) != expected or (dim is not None and (tp_rank + 1) * length > entry.shape[dim] + padding):
+        is_beyond = dim is not None and (tp_rank + 1) * length > entry.shape[dim] + padding
+        if is_beyond or tuple(out.shape) != entry.part_shape(length):
             raise CheckpointError(
                 f"checkpoint {self.checkpoint.path.name}: {key} has shape {entry.shape}, which has no shard of "
                 f"{tuple(out.shape)}"
@@ -290,10 +288,8 @@ def _wrong_length(path: Path, entry: FileEntry) -> str | None:
 
 def _holds(file: TensorFileReader, key: str, entry: TensorEntry, piece: Piece) -> bool:
     """Return whether the file has a tensor of that name with the piece's shape and dtype."""
-    expected = list(entry.shape)
-    if entry.shard_dim is not None:
-        expected[entry.shard_dim] = piece.stop - piece.start
-    return key in file.entries and list(file.shape(key)) == expected and file.dtype(key) == entry.dtype
+    expected = entry.part_shape(piece.stop - piece.start), entry.dtype
+    return key in file.entries and (file.shape(key), file.dtype(key)) == expected
 
 
 def model_differences(

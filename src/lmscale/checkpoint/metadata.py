@@ -49,6 +49,10 @@ class TensorEntry:
         """Size of the full logical tensor."""
         return num_bytes(self.shape, self.dtype)
 
+    def part_shape(self, length: int) -> tuple[int, ...]:
+        """Shape of a part of this length along the shard dimension; the full one of a tensor that is not sharded."""
+        return tuple(length if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
+
 
 @dataclass(frozen=True)
 class FileEntry:

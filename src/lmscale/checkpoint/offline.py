@@ -58,11 +58,6 @@ def write_offline(
 
 
 def _open_writer(folder: Path, share: Share, metadata: CheckpointMetadata) -> TensorFileWriter:
-    shapes = {}
-    for key, (start, stop) in share.places.items():
-        entry = metadata.tensors[key]
-        shape = list(entry.shape)
-        if entry.shard_dim is not None:
-            shape[entry.shard_dim] = stop - start
-        shapes[key] = (tuple(shape), entry.dtype)
+    places = ((key, metadata.tensors[key], stop - start) for key, (start, stop) in share.places.items())
+    shapes = {key: (entry.part_shape(length), entry.dtype) for key, entry, length in places}
     return TensorFileWriter(folder / share.file, shapes)
