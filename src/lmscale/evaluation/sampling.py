@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..config.generate import Sampling
@@ -45,8 +44,9 @@ def choose_tokens(
     Raises:
         ValueError: a row has no finite maximum (NaN or infinite logits).
     """
+    by_rank = context.tp_communicator.all_gather(logits).unflatten(0, (context.tp_size, -1))  # [p, b, v/p]
     # In fp64 the cutoffs of top-k and top-p do not depend on rounding.
-    scores = _gather_columns(logits, context).double()  # [b, v]
+    scores = by_rank.transpose(0, 1).flatten(1).double()  # [b, v]
     largest, greedy = scores.max(dim=-1)  # ties: the first; NaN if there is one
     if not bool(largest.isfinite().all()):
         row = int((~largest.isfinite()).int().argmax())
@@ -90,12 +90,3 @@ def _keep_most_probable(scores: Tensor, sampling: Sampling) -> Tensor:
         excluded[:, 1:] = ordered.softmax(dim=-1).cumsum(dim=-1)[:, :-1] >= sampling.top_p
         scores = scores.scatter(1, ids, ordered.masked_fill(excluded, float("-inf")))
     return scores
-
-
-def _gather_columns(logits: Tensor, context: ParallelContext) -> Tensor:
-    """All-gather the columns of the tensor ranks; [b, v/p] to [b, v]."""
-    if context.tp_size == 1:
-        return logits
-    parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(context.tp_size)]
-    dist.all_gather(parts, logits.contiguous(), group=context.tp_group)
-    return torch.cat(parts, dim=-1)
