@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
+from ...config.checks import refuse
 from ...data.datamodule import check_strategy
 from ...parallel import fingerprint, first_difference
 from ..lightning_state import to_json
@@ -62,29 +63,23 @@ def check_trainer(trainer: L.Trainer) -> None:
     schedulers = [c.scheduling for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
     for accumulated in (*schedulers, trainer.accumulate_grad_batches):
         if accumulated != 1:
-            raise ValueError(
-                "`accumulate_grad_batches` must be 1, because a batch is a whole step that the module's "
-                f"`micro_batch_size` divides, but is {accumulated}"
-            )
+            rule = "1, because a batch is a whole step that the module's `micro_batch_size` divides"
+            refuse("accumulate_grad_batches", rule, accumulated)
     for callback in trainer.callbacks:
-        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
-            raise ValueError(
-                "`callbacks` must not average weights, which copies a module without its ranks, but there is "
-                f"{type(callback).__name__}"
-            )
-        if isinstance(callback, BaseFinetuning):
-            raise ValueError(
-                "`callbacks` must not unfreeze weights during the training (freeze them by `requires_grad_(False)` in "
-                f"`configure_model`), but there is {type(callback).__name__}"
-            )
+        averages = isinstance(callback, StochasticWeightAveraging | WeightAveraging)
+        unfreezes = isinstance(callback, BaseFinetuning)
         saves = isinstance(callback, OnExceptionCheckpoint)
         saves = saves or (isinstance(callback, ModelCheckpoint) and callback.save_on_exception)
-        if saves and trainer.world_size > 1:
+        instead = "freeze them by `requires_grad_(False)` in `configure_model`"
+        broken = {
+            "average weights, which copies a module without its ranks": averages,
+            f"unfreeze weights during the training ({instead})": unfreezes,
             # It would wait for those of the other ranks, which are within a step, or mix their steps.
-            raise ValueError(
-                f"`callbacks` must not save at an exception on one of {trainer.world_size} ranks, but there is "
-                f"{type(callback).__name__}"
-            )
+            f"save at an exception on one of {trainer.world_size} ranks": saves and trainer.world_size > 1,
+        }
+        for what, is_done in broken.items():
+            if is_done:
+                raise ValueError(f"`callbacks` must not {what}, but there is {type(callback).__name__}")
 
 
 def check_load_options(options: dict[str, Any]) -> dict[str, Any]:
