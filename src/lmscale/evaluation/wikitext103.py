@@ -14,6 +14,7 @@ from itertools import groupby
 from torch import Tensor
 
 from ..config import TransformerConfig
+from ..config.checks import refuse
 from ..config.zero_shot import WikiText103Config
 from ..data.tokenizer import Tokenizer
 from ..models import GPT
@@ -101,10 +102,7 @@ class WikiText103(Task):
 
     def for_model(self, model: TransformerConfig) -> "WikiText103":
         if self.window > model.max_position_embeddings:
-            raise ValueError(
-                f"`task.window` must be at most the model's positions ({model.max_position_embeddings}), but is "
-                f"{self.window}"
-            )
+            refuse("task.window", f"at most the model's positions ({model.max_position_embeddings})", self.window)
         return self
 
     @property

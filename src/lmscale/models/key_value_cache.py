@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..config import TransformerConfig
+from ..config.checks import refuse
 from ..parallel import ParallelContext
 
 
@@ -38,10 +39,7 @@ class KeyValueCache:
         device: torch.device | str = "cpu",
     ) -> None:
         if capacity > config.max_position_embeddings:
-            raise ValueError(
-                f"`capacity` must be at most `max_position_embeddings` ({config.max_position_embeddings}), "
-                f"but is {capacity}"
-            )
+            refuse("capacity", f"at most `max_position_embeddings` ({config.max_position_embeddings})", capacity)
         self.capacity = capacity
         shape = (num_rows, context.shard(config.padded_heads(context.tp_size)), capacity, config.head_size)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]

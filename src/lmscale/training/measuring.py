@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
+from ..config.checks import require
 from ..config.plan import PlanConfig
 from ..planner.memory import GIB
 from ..planner.plan import Plan
@@ -133,10 +134,8 @@ def _check(question: PlanConfig, is_gpu: bool) -> None:
             f"`cluster` must describe this machine, of {count_devices(is_gpu)} {'x ' + device if is_gpu else 'cores'}, "
             f"with `measure`, but is {cluster.name} ({cluster.device})"
         )
-    if question.trainer.max_steps < steps:
-        raise ValueError(
-            f"`trainer.max_steps` must be at least {steps} with `measure`, but is {question.trainer.max_steps}"
-        )
+    rule = f"at least {steps} with `measure`"
+    require(question, "trainer.max_steps", rule, question.trainer.max_steps >= steps)
 
 
 def _describe(question: PlanConfig, plan: Plan, rank: int, is_gpu: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from ..checkpoint import CheckpointError, CheckpointWriter
 from ..config import Layout
+from ..config.checks import refuse
 from ..parallel import ParallelContext, make_context
 from ..parallel.rendezvous import start_process_group
 from ..runtime.lost_rank import abort_nccl
@@ -129,10 +130,8 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         """
         if self.num_nodes * self.num_processes > 1 and not self.cluster_environment.creates_processes_externally:
             if hasattr(sys, "ps1") or sys.flags.interactive:
-                raise ValueError(
-                    "`devices` must be 1 in a notebook or an interactive session (save the code as a script and start "
-                    f"it with python for more), but is {self.num_processes}"
-                )
+                way_out = "save the code as a script and start it with python for more"
+                refuse("devices", f"1 in a notebook or an interactive session ({way_out})", self.num_processes)
             super()._configure_launcher()
 
     def setup_distributed(self) -> None:
