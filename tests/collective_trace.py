@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from analysis.correctness.peak_memory import soft_targets
+from analysis.correctness.peak_memory import DTYPES, Case, soft_targets
 from lmscale.config import Layout, TransformerConfig
 from lmscale.models import build_model
 from lmscale.parallel import ParallelContext, sample_dropout_keys
@@ -221,7 +221,8 @@ def _micro_batch_loss(
     tokens = torch.zeros(micro_batch_size, seq_length, dtype=torch.int64)
     keys = sample_dropout_keys(0, torch.arange(micro_batch_size))
     scored = torch.zeros(micro_batch_size * scored_tokens(model.config, seq_length), dtype=torch.int64)
-    targets = soft_targets(model.config, teacher, top_k, tokens, scored, dtype)
+    name = next(name for name, each in DTYPES.items() if each == dtype)
+    targets = soft_targets(Case(model.config, micro_batch_size, name, top_k=top_k), teacher, tokens, scored)
     if model.config.family == "gpt":
         return model(tokens, tokens, keys, targets=targets).sum()
     is_real = torch.ones_like(tokens, dtype=torch.bool)

@@ -47,7 +47,7 @@ from lmscale.planner.workload import Workload
 from lmscale.results import new_record, record_argument, write_record
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = {"355m": (24, 1024, 16), "1.2b": (40, 1536, 16), "8.3b": (72, 3072, 32), "bert_336m": (24, 1024, 16)}
 
 
