@@ -129,16 +129,13 @@ class Workload:
 
     def overrides(self, layout: Layout) -> str:
         """This job on a grid as overrides of `train.py` and `plan.py`."""
-        return (
-            f"parallel.tp_size={layout.tp_size} "
-            + (f"parallel.pp_size={layout.pp_size} " if layout.pp_size > 1 else "")
-            + f"parallel.dp_size={layout.dp_size} "
-            f"micro_batch_size={self.micro_batch_size} model.recompute={self.config.recompute}"
-            + (" parallel.sequence_parallel=true" if layout.sequence_parallel else "")
-            + (" parallel.zero1=true" if layout.zero1 else "")
-            + (" parallel.batch_halves=true" if layout.batch_halves else "")
-            + (" parallel.pad_heads=true" if self.config.num_attention_heads % layout.tp_size else "")
-        )
+        words = {f"parallel.{name}": size for name, size in layout.sizes.items() if name != "pp_size" or size > 1}
+        words |= {"micro_batch_size": self.micro_batch_size, "model.recompute": self.config.recompute}
+        options = [name for name in ("sequence_parallel", "zero1", "batch_halves") if getattr(layout, name)]
+        if self.config.num_attention_heads % layout.tp_size:
+            options.append("pad_heads")
+        words |= {f"parallel.{name}": "true" for name in options}
+        return " ".join(f"{key}={value}" for key, value in words.items())
 
 
 def divisors(number: int, largest: int) -> list[int]:
