@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lmscale.config import TransformerConfig
 from lmscale.models import build_model
-from lmscale.models.build import _default_dtype
 from lmscale.models.compiler_options import compiler_options
 from lmscale.models.layer import TransformerLayer
 from lmscale.parallel import ParallelContext, initialize_parameters
@@ -154,8 +153,7 @@ B, S, H = 3, 40, 64  # more positions than a vector register has numbers
 
 def gradients(dtype: torch.dtype, compiled: bool) -> dict[str, Tensor]:
     config = TransformerConfig("gpt", 1, H, 4, 200, S, attention="exact", hidden_dropout=0.2, attention_dropout=0.1)
-    with _default_dtype(dtype):
-        layer = TransformerLayer(config, ParallelContext(), 0)
+    layer = TransformerLayer(config, ParallelContext(), 0).to(dtype)
     initialize_parameters(layer, 1, ParallelContext())
     if compiled:
         torch.compiler.reset()

@@ -1,6 +1,6 @@
 """Build this rank's shard of a model."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -9,16 +9,6 @@ from ..config import TransformerConfig
 from ..config.family import load
 from ..kernels import PLAIN, Kernels, layer_norm_of
 from ..parallel import ColumnParallelLinear, LayerNorm, ParallelContext, RowParallelLinear, initialize_parameters
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype):
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(previous)
 
 
 def build_model(
@@ -49,7 +39,9 @@ def build_model(
     if torch.device(device).type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # see `attention_backend.preferred_backend`
     kind = load(config.traits.model)
-    with torch.device(device), _default_dtype(dtype):
+    with torch.device(device), ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
         model = kind(config, context)
     if seed is not None:
         initialize_parameters(model, seed, context, config.initializer)
