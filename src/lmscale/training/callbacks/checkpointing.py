@@ -83,17 +83,11 @@ class Checkpointing(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Save in the middle of a validation if a scheduler asks to stop."""
-        if (
-            trainer.state.fn != TrainerFn.FITTING
-            or self.ending.exit_code != DONE
-            or (batch_idx + 1) % _VALIDATED_TOGETHER
-        ):
+        is_asked = (batch_idx + 1) % _VALIDATED_TOGETHER == 0 and pl_module.completed_steps < trainer.max_steps
+        if trainer.state.fn != TrainerFn.FITTING or self.ending.exit_code != DONE or not is_asked:
             return
         samples_of_all = len(trainer.datamodule.samples.scored) // pl_module.parallel.dp_size
-        if (
-            batch_idx >= samples_of_all // self.request.micro_batch_size
-            or pl_module.completed_steps >= trainer.max_steps
-        ):
+        if batch_idx >= samples_of_all // self.request.micro_batch_size:
             return  # some rank has no such micro-batch
         (wants_stop,) = trainer.strategy.ranks.any(self.interruption.received is not None)
         if wants_stop:
