@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable
-from types import TracebackType
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,7 +23,7 @@ class Meter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._write()
 
     def add(self, documents: int, characters: int) -> None:

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -45,8 +44,8 @@ class IndexedWriter:
     def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
             self.finish()
         else:
             self.discard()
