@@ -164,11 +164,13 @@ def test_ranks_on_different_hosts_have_no_channel() -> None:
 
 
 def _open_apart(rank: int) -> None:
-    gather = shared_memory._gather
+    gather = shared_memory.gather_objects
     # As on another host, where the socket names do not exist.
-    shared_memory._gather = lambda item, group: [f"{x} there" if isinstance(x, str) else x for x in gather(item, group)]
+    shared_memory.gather_objects = lambda item, group: [
+        f"{x} there" if isinstance(x, str) else x for x in gather(item, group)
+    ]
     assert open_channel(dist.group.WORLD, MINUTE) is None
-    shared_memory._gather = gather
+    shared_memory.gather_objects = gather
     assert open_channel(dist.group.WORLD, MINUTE) is not None
 
 

@@ -10,12 +10,14 @@ How to add a backend:
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
+T = TypeVar("T")
 
 
 class Communicator(ABC):
@@ -111,3 +113,14 @@ class ProcessGroupCommunicator(Communicator):
     def begin_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
         total = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self._name)
         return lambda: _ops.wait_tensor(total)
+
+
+def gather_objects(item: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The small item of each rank of a group, on all its ranks.
+
+    Communicates:
+        one object per rank.
+    """
+    items = [item] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
+    return items

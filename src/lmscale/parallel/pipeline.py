@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .communicator import gather_objects
 from .context import ParallelContext
 
 
@@ -142,10 +143,7 @@ def sum_over_stages(x: Tensor, context: ParallelContext) -> Tensor:
 
 def gather_from_stages(item: Any, context: ParallelContext) -> list[Any]:
     """The small item of each stage of this pipeline, on all its ranks."""
-    items = [item] * context.pp_size
-    if context.pp_size > 1:
-        dist.all_gather_object(items, item, group=context.pp_group)
-    return items
+    return [item] if context.pp_size == 1 else gather_objects(item, context.pp_group)
 
 
 def add_to_owner(gradient: Tensor, context: ParallelContext) -> None:

@@ -8,14 +8,13 @@ import zlib
 from collections.abc import Iterable
 from datetime import timedelta
 from mmap import mmap
-from typing import Any
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .communicator import Communicator
+from .communicator import Communicator, gather_objects
 
 SLOT_BYTES = 4 * 2**20  # size of one piece; a larger tensor is sent in several pieces
 _SIGNAL = struct.Struct("qq")  # the piece just written: its number of bytes, and its purpose as a hash
@@ -215,7 +214,7 @@ def open_channel(group: dist.ProcessGroup, timeout: timedelta) -> SharedMemoryCh
         _close(peers.values())  # of rank 0: ends the others' wait
     for descriptor in descriptors:
         os.close(descriptor)  # the mapping remains
-    reasons = [each for each in _gather(reason, group) if each is not None]
+    reasons = [each for each in gather_objects(reason, group) if each is not None]
     if reasons:
         _close(peers.values())
         raise SharedMemoryError(
@@ -232,7 +231,7 @@ def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta)
         address = f"\0lmscale-{os.getpid()}-{uuid4().hex}"  # an abstract name: in no file system, only on this host
         listener.bind(address)
         listener.listen(size)
-        addresses = _gather(address, group)
+        addresses = gather_objects(address, group)
         peers: dict[int, socket.socket] = {}
         try:
             for other in range(rank):  # they are listening already, so none waits
@@ -242,7 +241,7 @@ def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta)
             reached = True
         except OSError:
             reached = False
-        if not all(_gather(reached, group)):
+        if not all(gather_objects(reached, group)):
             _close(peers.values())
             return None
         for _ in range(rank + 1, size):
@@ -252,12 +251,6 @@ def _connect(rank: int, size: int, group: dist.ProcessGroup, timeout: timedelta)
         seconds, fraction = divmod(timeout.total_seconds(), 1.0)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(1e6 * fraction)))
     return peers
-
-
-def _gather(item: Any, group: dist.ProcessGroup) -> list[Any]:
-    items = [None] * dist.get_world_size(group)
-    dist.all_gather_object(items, item, group=group)
-    return items
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

@@ -13,6 +13,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ..parallel.communicator import gather_objects
+
 _NFS_DELAY_S = 60.0  # an NFS client keeps what it knows of a folder for up to `acdirmax`
 T = TypeVar("T")
 
@@ -101,10 +103,7 @@ class Ranks:
         Communicates:
             one object per rank.
         """
-        items = [item] * self.size
-        if self.size > 1:
-            dist.all_gather_object(items, item, group=self.group)
-        return items
+        return [item] if self.size == 1 else gather_objects(item, self.group)
 
     def broadcast(self, item: T) -> T:
         """Rank 0's small item, on all ranks.
