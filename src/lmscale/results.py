@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -140,14 +141,14 @@ def record_path(path: str | Path) -> Path:
     return path
 
 
-def path_argument(text: str) -> Path:
+def path_argument(text: str, checked: Callable[[Path], Path] = Path) -> Path:
     """The argparse type of a path, in which `~` is the home folder, as in keys.
 
     Raises:
-        ArgumentTypeError: as `expand_home`; argparse would not show the message of a ValueError.
+        ArgumentTypeError: as `expand_home` and `checked`; argparse would not show the message of a ValueError.
     """
     try:
-        return Path(expand_home(text, "path"))
+        return checked(Path(expand_home(text, "path")))
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
 
@@ -170,10 +171,7 @@ def record_argument(text: str) -> Path:
     Raises:
         ArgumentTypeError: as `path_argument`.
     """
-    try:
-        return record_path(path_argument(text))
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
+    return path_argument(text, record_path)
 
 
 def write_record(record: dict[str, Any], path: str | Path) -> None:
