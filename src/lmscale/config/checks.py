@@ -55,11 +55,19 @@ Accelerator = Literal["auto", "cpu", "gpu"]
 
 
 class Checked:
-    """Base of dataclasses whose fields are checked against their types when one is made."""
+    """Base of dataclasses that are checked when one is made: each field against its type, then `check_rules`."""
 
     def __post_init__(self) -> None:
         for name, hint in hints_of(type(self)).items():
             check(hint, getattr(self, name), name)
+        self.check_rules()
+
+    def check_rules(self) -> None:
+        """Check what the types of the fields do not say, such as that two keys suit each other.
+
+        Raises:
+            ValueError: a rule is broken.
+        """
 
 
 @cache

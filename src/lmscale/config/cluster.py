@@ -110,8 +110,7 @@ class Cluster(Checked):
     roofline: Roofline
     watts: AboveZero | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         rule = f"at least 0 and below `memory_gib` ({self.memory_gib})"
         require(self, "reserved_gib", rule, self.reserved_gib < self.memory_gib)
         if not self.dtypes:

@@ -44,8 +44,7 @@ class ConvertConfig(EntryConfig):
     initialize_missing_heads: bool = False
     seed: Seed = 1234
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         foreign = {name for form, names in KEYS_OF.items() if form != self.format for name in names}
         for each in fields(self):
             is_set = each.name in foreign and getattr(self, each.name) != each.default

@@ -43,8 +43,7 @@ class SourceConfig(Checked):
     join_lines: bool = False
     architectures: list = field(default_factory=lambda: list(BUILT_IN))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         require(self, "path", "a file or folder for a local source", self.kind != "local" or self.path is not None)
         is_named = self.kind != "huggingface" or self.name
         require(self, "name", "that of a dataset for a huggingface source", is_named)
@@ -107,8 +106,7 @@ class EvaluationSetConfig(Checked):
     split: str = "test"
     text_field: str = "text"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         if self.path is None and self.name is None:
             raise ValueError("`path` or `name` must say where the evaluation set is, but both are null")
 
@@ -146,8 +144,7 @@ class LauncherConfig(Checked):
     memory_gb: Positive = 4
     sbatch: dict = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         is_named = self.kind != "slurm" or self.partition is not None
         require(self, "partition", "a partition of the Slurm cluster", is_named)
 
@@ -188,8 +185,7 @@ class PrepareConfig(EntryConfig):
     shard_mb: Positive = 256
     keep_work: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         if not self.sources:
             raise ValueError("`sources` must name at least one corpus, but is empty")
         for key, names in (("sources", self.sources), ("evaluation_sets", self.evaluation_sets)):

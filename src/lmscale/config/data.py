@@ -29,8 +29,7 @@ class TokenizerConfig(Checked):
     path: PathText | None = None
     name: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         is_trained = self.kind == "trained"
         require(self, "vocab_size", "null unless `tokenizer` is trained", is_trained or self.vocab_size is None)
         for name in ("path", "name"):
@@ -102,8 +101,7 @@ class DataConfig(Checked):
     cache_dir: PathText | None = None
     num_workers: Count = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         has_path = self.kind in _KINDS_THAT_READ["path"]
         for name, kinds in _KINDS_THAT_READ.items():
             is_free = self.kind in kinds or getattr(self, name) == getattr(DataConfig, name)

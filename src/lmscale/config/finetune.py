@@ -83,8 +83,7 @@ class TaskConfig(Checked):
     skip_broken: bool = False
     by_size: dict = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         if self.name in TASKS:
             for name in ("columns", "labels", "value_range", "metrics"):
                 require(self, name, f"null for {self.name}, whose files are known", getattr(self, name) is None)
@@ -244,8 +243,7 @@ class FinetuneTrainer(TrainerOptions):
     save: bool = True
     log_every_steps: Positive = 10
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         # The rate would rise above the peak.
         is_above = self.schedule_formula == "megatron_v1" and self.warmup_fraction > 0.5
         require(self, "warmup_fraction", "at most 0.5 with `schedule_formula`=megatron_v1", not is_above)
@@ -293,8 +291,8 @@ class FinetuneConfig(TrainingRequest, EntryConfig):
     fidelity: str = "paper"
     overrides: list = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
+        super().check_rules()
         self.precision.refuse_float8()
         # Batches are as long as their longest input, and layers are not compiled.
         for name in ("sequence_parallel", "batch_halves"):

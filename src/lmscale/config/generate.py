@@ -32,8 +32,7 @@ class Sampling(Checked):
     top_k: Positive | None = None
     top_p: Share = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         for name, default in (("top_k", None), ("top_p", 1)):
             is_free = self.temperature > 0 or getattr(self, name) == default
             require(self, name, "left alone with temperature=0, which draws nothing", is_free)
@@ -70,8 +69,7 @@ class GenerateTokenizer(Checked):
     path: PathText | None = None
     name: str | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         require(self, "name", "left out without tokenizer=gpt2", self.name is None or self.kind is not None)
         check_one_source(self)
 
@@ -118,8 +116,8 @@ class GenerateConfig(EntryConfig, Sampling):
     parallel: GenerateParallel = GenerateParallel()
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
+        super().check_rules()
         self.precision.refuse_float8()
         given = [name for name in ("prompt", "file") if getattr(self, name) is not None]
         given += ["interactive"] if self.interactive else []

@@ -209,8 +209,7 @@ class BatchConfig(Checked):
     global_batch_size: Positive
     dp_size: Positive = 1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         rule = f"a multiple of `micro_batch_size` x `dp_size` ({self.micro_batch_size} x {self.dp_size})"
         is_multiple = self.global_batch_size % (self.micro_batch_size * self.dp_size) == 0
         require(self, "global_batch_size", rule, is_multiple)

@@ -74,8 +74,8 @@ class PlanConfig(TrainingRequest, EntryConfig):
     measure: Count = 0
     teacher: PlanTeacher = PlanTeacher()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
+        super().check_rules()
         teacher, top_k = self.teacher.model, self.teacher.top_k or 0
         is_alone = teacher is None and not top_k
         is_modelled = not self.measure or (is_alone and not (self.best or self.operations))

@@ -81,8 +81,8 @@ class RunConfig(TrainingRequest, EntryConfig):
     fidelity: Literal["paper", "megatron_v1", "modern"] = "paper"
     overrides: list = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
+        super().check_rules()
         is_scored = self.checkpoint.keep_best is None or self.trainer.validate_every_steps
         require(self, "checkpoint.keep_best", "null where `trainer.validate_every_steps` is 0", is_scored)
         rule = f"at most `optimizer.lr` ({self.optimizer.lr})"

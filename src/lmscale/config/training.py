@@ -54,8 +54,7 @@ class ScheduleConfig(Checked):
     formula: Formula = "paper"
     cooldown_steps: Positive | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         if self.decay_steps is None:
             require(self, "decay_steps", f"given with decay {self.decay}", self.decay == "constant")
         for name, value in (("decay", "constant"), ("formula", "megatron_v1")):
@@ -119,8 +118,7 @@ class TrainerConfig(TrainerOptions):
     profiler: Literal["torch"] | None = None
     progress_bar: bool = True
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         length = "max_steps" if self.stop_after_steps is None else "stop_after_steps"
         is_traced = self.profiler is None or getattr(self, length) >= TRACED_UP_TO
         require(self, length, f"at least {TRACED_UP_TO} with `profiler`", is_traced)
@@ -145,8 +143,7 @@ class PrecisionConfig(Checked):
     hysteresis: Positive = 2
     min_loss_scale: AboveZero = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         rule = f"at most `initial_loss_scale` ({self.initial_loss_scale})"
         require(self, "min_loss_scale", rule, self.min_loss_scale <= self.initial_loss_scale)
 
@@ -183,8 +180,7 @@ class TrainingRequest(Checked):
     micro_batch_size: Positive
     global_batch_size: Positive
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         precision, max_skipped_steps = self.precision, self.trainer.max_skipped_steps
         is_narrow = precision.dtype != "fp64" or self.optimizer.moments == "fp32"
         require(self, "optimizer.moments", "fp32 with precision=fp64", is_narrow)
@@ -235,7 +231,6 @@ class ResumeConfig(Checked):
     schedule: Literal["assert", "keep", "override"] = "assert"
     weights_only: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         is_weights = not (self.weights_only and self.path in ("none", "auto"))
         require(self, "path", "a checkpoint where `weights_only`=true", is_weights)

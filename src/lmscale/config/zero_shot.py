@@ -38,8 +38,7 @@ class WikiText103Config(TaskConfig):
     stride: Positive = 32
     window: Positive = 1024
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         if self.stride > self.window:
             # The stride may be the default.
             both = f"; set both: task.window={self.window} task.stride={max(1, self.window // 2)}"
@@ -101,8 +100,7 @@ class ZeroShotConfig(EntryConfig):
     parallel: Layout = Layout()
     tokenizer: GenerateTokenizer = GenerateTokenizer()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         self.precision.refuse_float8()
         # Windows and passages are of any length, layers are not compiled, and there is no optimizer.
         for name in ("sequence_parallel", "batch_halves", "zero1"):
