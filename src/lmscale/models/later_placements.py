@@ -61,17 +61,9 @@ class BottomToTop(PostNorm):
     Source: Takase et al. 2022 (arXiv:2206.00330); takase/b2t_connection.
     """
 
-    def layer(
-        self,
-        x: Any,
-        attend: Callable,
-        transform: Callable,
-        attention_norms: list[Callable],
-        mlp_norms: list[Callable],
-    ) -> Any:
-        """y = norm(x + attention(x)), then norm(x + y + mlp(y))."""
-        y = self.residual(x, attend, *attention_norms)
-        return self.residual(y, lambda y: x + transform(y), *mlp_norms)
+    def mlp_branch(self, x: Any, transform: Callable) -> Callable:
+        """x + mlp(y): after y = norm(x + attention(x)) comes norm(y + x + mlp(y))."""
+        return lambda y: x + transform(y)
 
 
 class MixNorm(PreNorm):

@@ -51,8 +51,12 @@ class NormPlacement(ABC):
             attend, transform: attention and MLP, each with its dropout.
             attention_norms, mlp_norms: the LayerNorms of each, in the order of `before` and `after`.
         """
-        x = self.residual(x, attend, *attention_norms)
-        return self.residual(x, transform, *mlp_norms)
+        y = self.residual(x, attend, *attention_norms)
+        return self.residual(y, self.mlp_branch(x, transform), *mlp_norms)
+
+    def mlp_branch(self, x: Any, transform: Callable) -> Callable:
+        """What the second residual connection adds to its input: the MLP; `x` is the input of the layer."""
+        return transform
 
     @abstractmethod
     def residual(self, x: Any, sublayer: Callable, *norms: Callable) -> Any:
