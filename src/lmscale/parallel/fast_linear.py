@@ -61,7 +61,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, products: type) -> Tensor:
         ctx.context, ctx.products = context, products
         ctx.save_for_backward(x, weight)
-        return products.linear(x, weight, bias)
+        return products.linear(gather_tokens(x, context), weight, bias)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
@@ -76,13 +76,7 @@ class _OverlappedColumnLinear(torch.autograd.Function):
         return wait(), d_weight, d_bias, None, None
 
 
-class _SequenceParallelColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, context: ParallelContext, products: type) -> Tensor:
-        ctx.context, ctx.products = context, products
-        ctx.save_for_backward(x, weight)
-        return products.linear(gather_tokens(x, context), weight, bias)
-
+class _SequenceParallelColumnLinear(_OverlappedColumnLinear):
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
