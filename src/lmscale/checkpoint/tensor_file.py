@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ _MAX_DIMENSIONS = 64  # of torch
 _CHUNK = 1 << 24  # bytes read at once to compute a checksum
 
 
-class TensorFileWriter:
+class TensorFileWriter(AbstractContextManager):
     """Write tensors of known shapes one after the other, at the offsets given in the header.
 
     Also a context manager; on an error it closes the file without the completeness check.
@@ -91,9 +91,6 @@ class TensorFileWriter:
             raise RuntimeError(f"{self.path.name}: {self.remaining[0]} was never written")
         os.fsync(self.file.fileno())
         self.file.close()
-
-    def __enter__(self) -> "TensorFileWriter":
-        return self
 
     def __exit__(self, kind: type | None, *_: Any) -> None:
         try:

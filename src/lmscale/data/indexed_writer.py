@@ -4,7 +4,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size < _SMALL_VOCAB else "<i4")
 
 
-class IndexedWriter:
+class IndexedWriter(AbstractContextManager):
     """Write a dataset document by document; files with the final names are always complete. A context manager.
 
     Memory holds 4 bytes per sequence and 8 per document. Both files are written under temporary names; `finish` renames
@@ -40,9 +40,6 @@ class IndexedWriter:
         self._bin, self._idx = (f"{self.prefix}.{kind}.unfinished_{os.getpid()}" for kind in ("bin", "idx"))
         with self._writing():
             self._file = open(self._bin, "wb", buffering=1 << 20)
-
-    def __enter__(self) -> "IndexedWriter":
-        return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
         if kind is None:
