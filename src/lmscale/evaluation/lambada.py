@@ -13,6 +13,7 @@ from ..config import TransformerConfig
 from ..config.zero_shot import LambadaConfig
 from ..data.tokenizer import Tokenizer
 from ..models import GPT
+from ..text.documents import SURROGATE
 from ..text.whole_file import TextFile, text_of_json
 from .scoring import last_places, score_places
 from .task import Metrics, Task, perplexity, read_complete_file
@@ -93,7 +94,7 @@ def read_passages(file: TextFile, form: str) -> list[tuple[str, str]]:
             other = "openai" if is_json else "original"
             raise ValueError(f"`task.form` must match the file, but is {form}, and {where} looks like {other}")
         text = text_of_json(line, "text", '`task.path` must have {"text": ...}', where) if is_json else line
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # JSON can escape lone surrogates
+        if SURROGATE.search(text):  # JSON can escape lone surrogates
             raise ValueError(f"`task.path` must have valid Unicode on each line, but {where} has half a surrogate pair")
         words = text.rsplit(None, 1)
         if len(words) < 2:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..config import TransformerConfig
 from ..data.tokenizer import END_OF_TEXT, Tokenizer
+from ..text.documents import SURROGATE
 from ..text.input_files import format_of
 from ..text.whole_file import read_text_file, text_of_json
 
@@ -78,11 +79,8 @@ class PromptReader:
             ValueError: the text is not valid Unicode, it is empty and the tokenizer has no end-of-text token, an id is
                 outside the model's vocabulary, or prompt and new tokens exceed the model's positions.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            bad = text[error.start]
-            raise ValueError(f"{name}: a prompt must be valid Unicode, but has {bad!r} at {error.start}") from None
+        if bad := SURROGATE.search(text):
+            raise ValueError(f"{name}: a prompt must be valid Unicode, but has {bad[0]!r} at {bad.start()}")
         ids = tuple(self.tokenizer.encode_batch([text])[0]) or (self.tokenizer.id_of(END_OF_TEXT),)
         if max(ids) >= self.config.vocab_size:
             raise ValueError(

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from ..config.checks import is_line, list_some
+from ..text.documents import SURROGATE
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,7 @@ Example = PairExample | ChoiceExample | SpanExample
 
 def is_text(value: object) -> bool:
     """Return whether a value is a string that can be tokenized; JSON may contain lone surrogates."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and not SURROGATE.search(value)
 
 
 @dataclass
