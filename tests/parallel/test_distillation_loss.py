@@ -11,6 +11,7 @@ from ranks import make_context, run_ranks
 from sharding import largest
 from torch import Tensor
 
+from analysis.correctness.peak_memory import TensorBytes
 from lmscale import partition
 from lmscale.parallel import (
     CachedTargets,
@@ -208,3 +209,97 @@ def test_the_others_of_a_confident_teacher_are_not_lost_in_fp32() -> None:
     logits[0, 3] = 60.0
     log_p, ids = top_k_log_probabilities(logits, 1, 1.0, ParallelContext())
     assert ids.tolist() == [[3]] and log_p[0].tolist() == pytest.approx([0.0, math.log(49) - 60], rel=1e-6)
+
+
+# Faults of other implementations, planted: the comparisons above must notice each.
+
+
+class AddsAgain(torch.autograd.Function):
+    """An all-reduce over the tensor ranks whose backward pass adds the gradients of all ranks, which are equal."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, context: ParallelContext) -> Tensor:
+        ctx.context = context
+        return context.tp_communicator.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        return ctx.context.tp_communicator.all_reduce(grad_output.clone()), None
+
+
+def _errors_of_an_all_reduce_that_adds_again(rank: int, temperature: float) -> tuple[float, float]:
+    """Of the divergence, and of its gradient with respect to this rank's part of the weight."""
+    context, inputs = make_context(2), make_inputs()
+    part, scored = slice(context.tp_rank * V // 2, (context.tp_rank + 1) * V // 2), inputs["labels"] != -100
+    weight = inputs["weight"].requires_grad_()
+    wanted = plain_losses(inputs, temperature, "teacher")[1].sum()
+    log_p, own = teacher_log_p(inputs, temperature)[scored, part], weight.detach()[part].requires_grad_()
+    s = ((inputs["rows"] @ own.t() + inputs["bias"][part])[scored, : log_p.shape[1]]) / temperature
+    total = AddsAgain.apply(s.exp().sum(-1), context)
+    found = temperature**2 * (AddsAgain.apply((log_p.exp() * (log_p - s)).sum(-1), context) + total.log()).sum()
+    gradients = torch.autograd.grad(found, own), [torch.autograd.grad(wanted, weight)[0][part]]
+    return error([found.detach()], [wanted.detach()]), error(*gradients)
+
+
+def test_a_gradient_times_tp_size_is_found_though_the_loss_is_right() -> None:
+    for of_loss, of_gradient in run_ranks(_errors_of_an_all_reduce_that_adds_again, 2, 2.0):
+        assert of_loss < 1e-13 and of_gradient == pytest.approx(1.0)
+
+
+def test_a_truncated_top_k_is_no_divergence() -> None:
+    """Without the bucket of all others it is negative for every student that is surer of the id than its teacher, which
+    a clamp at 0 would hide."""
+    inputs = make_inputs()
+    inputs |= {name: 1.5 * inputs[f"t_{name}"] for name in ("rows", "bias")} | {"weight": inputs["t_weight"]}
+    losses = plain_losses(inputs, 1.0, 1)[1]
+    run = partial(linear_cross_entropy, inputs["rows"], inputs["weight"], inputs["bias"], inputs["labels"], USED)
+    found = run(ParallelContext(), targets=targets_of(inputs, 1.0, 1.0, 1))[1]
+    assert losses.min() > 0 and error([found], [losses.sum()]) < 1e-13
+    log_p, ids = cached(inputs, 1.0, 1)
+    log_q = (1.5 * (inputs["t_rows"] @ inputs["t_weight"].t() + inputs["t_bias"])[:, :USED]).log_softmax(-1)
+    truncated = (log_p[:, :-1].exp() * (log_p[:, :-1] - log_q.gather(1, ids))).sum(-1)
+    assert truncated.max() < 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_there_is_no_rest_where_k_is_the_whole_vocabulary(dtype: torch.dtype) -> None:
+    """As 1 less the other probabilities it would be a rounding error, whose logarithm is finite."""
+    inputs, context = make_inputs(dtype), ParallelContext()
+    log_p, ids = targets_of(inputs, 2.0, 1.0, "teacher").most_probable(USED, context)
+    assert log_p[:, -1].tolist() == [-math.inf] * N
+    planted = (1 - log_p[:, :-1].exp().sum(-1)).abs().log()
+    assert planted.isfinite().any() and not torch.equal(planted, log_p[:, -1])
+    run = partial(linear_cross_entropy, inputs["rows"], inputs["weight"], inputs["bias"], inputs["labels"], USED)
+    losses = run(context, targets=CachedTargets(2.0, 1.0, log_p, ids))
+    assert error([losses], [run(context, targets=targets_of(inputs, 2.0, 1.0, "teacher"))]) < 1e-5
+
+
+def peak_bytes(source: str | int, many: int) -> int:
+    """Bytes that the loss and its gradients, and the search for the most probable ids, allocate for many rows."""
+    inputs = make_inputs(torch.bfloat16)
+    for name in ("rows", "t_rows", "labels"):
+        inputs[name] = inputs[name].repeat(many, *[1] * (inputs[name].dim() - 1))
+    leaves, context = [inputs[name].requires_grad_() for name in ("rows", "weight", "bias")], ParallelContext()
+    targets = targets_of(inputs, 2.0, 0.5, source)
+    with TensorBytes([x for x in [*inputs.values(), *vars(targets).values()] if isinstance(x, Tensor)]) as tracked:
+        held = tracked.now
+        linear_cross_entropy(*leaves, inputs["labels"], USED, context, targets=targets).sum().backward()
+        if source == "teacher":
+            targets.most_probable(1, context)
+    return tracked.peak - held
+
+
+def whole_logits(self: ProjectedTargets, rows: slice, student: Tensor, context: ParallelContext) -> Tensor:
+    """Every row's logits, cast to fp32."""
+    logits = torch.addmm(self.bias, self.rows, self.word_embedding.t()).float()
+    logits[:, self.vocab_size :] = -math.inf
+    return logits[rows].to(student.dtype)
+
+
+@pytest.mark.parametrize("source", ["teacher", 1])
+def test_the_whole_vocabulary_is_never_held_for_all_rows(source: str | int, monkeypatch) -> None:
+    monkeypatch.setattr(partition, "LOGITS_AT_ONCE", 7 * V)
+    smallest = 20 * N * V * 2  # in bf16
+    assert peak_bytes(source, 20) < 0.9 * smallest
+    monkeypatch.setattr(ProjectedTargets, "logits", whole_logits)
+    assert source != "teacher" or peak_bytes(source, 20) > 2 * smallest

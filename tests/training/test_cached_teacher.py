@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,20 @@ def test_a_cache_serves_another_layout_batch_and_a_run_that_is_resumed(folder, t
     for family in FAMILIES:
         for made_by in ("tp_size", "dp_size"):
             assert_equal_runs(tmp_path / family, tmp_path / f"{family}_{made_by}")
+
+
+def test_a_cache_in_the_order_of_its_reads_fits_one_uninterrupted_run_alone(folder, tmp_path, monkeypatch) -> None:
+    """The fault of caches that are stored by step and place, not by sample: planted, and the comparison finds it."""
+    cache = {"cache": str(folder / "gpt_1")}
+    assert train_here(distilled("gpt", tmp_path / "whole", cache)) == 0
+    wanted, read = losses(tmp_path / "whole"), TeacherCache.read
+    for changes in ({"trainer__stop_after_steps": 2}, {"resume": {"path": "auto"}}):
+        turns = count()
+        in_turn = lambda self, numbers, turns=turns: read(self, next(turns) * BATCH + np.arange(len(numbers)))  # noqa: E731
+        monkeypatch.setattr(TeacherCache, "read", in_turn)
+        assert train_here(distilled("gpt", tmp_path / "planted", cache, **changes)) == 0
+    found = losses(tmp_path / "planted")
+    assert found[:4] == wanted[:4] and min(abs(a - b) for a, b in zip(found[4:], wanted[4:], strict=True)) > 1e-6
 
 
 def test_rows_are_those_of_the_scored_positions_and_the_others_are_0(folder) -> None:

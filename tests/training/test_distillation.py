@@ -7,13 +7,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from runs import DROPOUT, ONE, SEQUENCE, assert_equal_runs, read_rows, read_tensors, run_jobs, run_layouts, tiny_run
+from runs import (
+    DROPOUT,
+    ONE,
+    SEQUENCE,
+    assert_equal_runs,
+    read_rows,
+    read_tensors,
+    run_jobs,
+    run_layouts,
+    tiny_run,
+    train_here,
+)
 
 from lmscale import partition
 from lmscale.config.teacher import TeacherConfig
 from lmscale.data.loading import References, collate_step
 from lmscale.data.sampler import samples_of
 from lmscale.hugging_face.conversion import export_hugging_face
+from lmscale.training.module import PretrainModule
 from lmscale.training.resolve import resolve
 
 GRID = (2, 1, 2)
@@ -65,6 +77,7 @@ def folder(teachers, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("case", "layout"), [(name, layout) for name, case in CASES.items() for layout in case[2]])
 def test_a_run_does_not_depend_on_the_layout(folder, case, layout) -> None:
+    """Nor on the teacher's, which two tensor ranks have written: it is read at every layout, of both families."""
     assert_equal_runs(folder / case / ONE, folder / case / "{}x{}x{}".format(*layout))
 
 
@@ -167,3 +180,27 @@ def test_layers_of_the_teacher_start_the_student_once(teachers, tmp_path) -> Non
 def test_spread_takes_every_other_layer_of_twelve_for_six() -> None:
     teacher = TeacherConfig(path="x", layers="spread")
     assert teacher.source_layers(6, 12) == [0, 2, 4, 6, 8, 10] and teacher.source_layers(3, 5) == [0, 1, 3]
+
+
+# Faults of other implementations, planted.
+
+
+def divergences(run_dir: Path) -> list[float]:
+    return [row["train/teacher_loss"] for row in read_rows(run_dir)]
+
+
+@pytest.mark.parametrize("family", STUDENT)
+def test_a_student_learns_from_its_teacher_and_not_from_itself(family, teachers, tmp_path, monkeypatch) -> None:
+    changes = LONG | {"teacher__weight": 1.0, "optimizer__lr": 1e-2}
+    assert train_here(tiny_run(family, tmp_path / "right", **taught(teachers, family, **changes))) == 0
+    right = divergences(tmp_path / "right")
+    assert min(right[-3:]) > 0 and right[-1] < 0.5 * right[0]
+    build = PretrainModule.build
+
+    def with_itself(module: PretrainModule, *args) -> torch.nn.Module:
+        module.teacher.model = build(module, *args)
+        return module.teacher.model
+
+    monkeypatch.setattr(PretrainModule, "build", with_itself)
+    assert train_here(tiny_run(family, tmp_path / "wrong", **taught(teachers, family, **changes))) == 0
+    assert max(map(abs, divergences(tmp_path / "wrong"))) < 1e-12
