@@ -19,6 +19,7 @@ from lmscale.config import model as model_config
 from lmscale.config import pretrain as run_config
 from lmscale.config import zero_shot as zero_shot_config
 from lmscale.config.corpus import PrepareConfig
+from lmscale.config.data import TokenizerConfig
 from lmscale.config.pretrain import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -273,6 +274,11 @@ def test_groups_do_not_override_the_entry_points_own_file(entry_point: str) -> N
     with initialize_config_dir(str(CONF), version_base="1.3"):
         found = compose(entry_point, ["task=lambada"] if entry_point == "zero_shot" else [])
     assert {key: OmegaConf.select(found, key) for key in own} == own
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_published_tokenizer_is_read_from_a_path_without_another_key(kind: str) -> None:
+    TokenizerConfig(**(dict(OmegaConf.load(CONF / f"tokenizer/{kind}.yaml")) | {"path": "FOLDER"}))
 
 
 @pytest.mark.parametrize("script", ENTRY_POINTS)

@@ -19,7 +19,7 @@ FAMILY = Family(
         name="bert",
         sequence="sentence",
         tokenizer="bert",
-        hub_name="google-bert/bert-base-uncased",
+        hub_name="google-bert/bert-large-uncased",
         algorithm="wordpiece",
         token_roles={f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")},
     ),
