@@ -203,6 +203,13 @@ def test_a_file_of_one_s_own_is_named_where_it_is_wrong(tmp_path, text, message)
     assert done.returncode == 2 and message in only_line(done.stderr)
 
 
+def test_a_cache_of_a_teacher_needs_the_length_of_the_run_s_samples() -> None:
+    others = ("ckpt=no/such", "output=none", "trainer.max_steps=1", "global_batch_size=1")
+    done = refuse(REPOSITORY / "src" / "cache_logits.py", *others)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert only_line(done.stderr) == "error: `data.seq_length` must be a whole number, but is null"
+
+
 def test_an_unusable_corpus_is_refused_before_ranks_start(tmp_path) -> None:
     (tmp_path / "corpus.txt").write_text("One short document.\n\nAnother one.")
     words = ("data=local", f"data.path={tmp_path}/corpus.txt", "parallel.tp_size=2", f"hydra.run.dir={tmp_path}/run")
