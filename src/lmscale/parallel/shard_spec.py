@@ -1,6 +1,7 @@
 """Parameters that carry a description of the logical tensor they are a shard of."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +31,8 @@ class ShardSpec:
     """
 
     full_shape: tuple[int, ...]
-    shard_dim: int | None
-    init: str
+    shard_dim: int | None = None
+    init: str = "zeros"
     std: float = 0.0
     used_rows: int | None = None
     grad_is_partial: bool = False
@@ -48,33 +49,21 @@ class ShardSpec:
         return self.shard_dim is None
 
 
-def parameter(
-    context: ParallelContext,
-    full_shape: tuple[int, ...],
-    *,
-    shard_dim: int | None = None,
-    init: str = "zeros",
-    std: float = 0.0,
-    used_rows: int | None = None,
-    grad_is_partial: bool = False,
-    padding: int = 0,
-    role: str = "hidden",
-) -> nn.Parameter:
+def parameter(context: ParallelContext, full_shape: tuple[int, ...], **options: Any) -> nn.Parameter:
     """An uninitialized parameter of this rank's shape, with the current default device and dtype.
 
     Args:
         full_shape: shape of the logical tensor.
-        shard_dim, init, std, used_rows, grad_is_partial, padding, role: see `ShardSpec`.
+        options: the other fields of its `ShardSpec`, such as `shard_dim`, `init`, `std` or `padding`.
 
     Raises:
         ValueError: `tp_size` does not divide the sharded dimension with its padding.
     """
-    shape = list(full_shape)
-    if shard_dim is not None:
-        shape[shard_dim] = context.shard(shape[shard_dim] + padding)
+    spec, shape = ShardSpec(tuple(full_shape), **options), list(full_shape)
+    if spec.shard_dim is not None:
+        shape[spec.shard_dim] = context.shard(shape[spec.shard_dim] + spec.padding)
     param = nn.Parameter(torch.empty(shape))
-    spec = {"padding": padding, "role": role}
-    param.shard = ShardSpec(tuple(full_shape), shard_dim, init, std, used_rows, grad_is_partial, **spec)
+    param.shard = spec
     return param
 
 
