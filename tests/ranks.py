@@ -93,8 +93,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 def make_context(tp_size: int, dp_size: int = 1) -> ParallelContext:
     """This rank's context in a grid over all ranks, with the communicator of a real run."""
-    axes = Layout(tp_size=tp_size, dp_size=dp_size).axes
-    return parallel.make_context(axes, "cpu", timedelta(seconds=60))
+    return parallel.make_context(Layout(tp_size=tp_size, dp_size=dp_size), "cpu", timedelta(seconds=60))
 
 
 def run_in_turn(rank: int, run: Callable, jobs: list) -> list[Any]:

@@ -98,7 +98,7 @@ LIMIT = TensorParallelStrategy(timeout_minutes=45).collective_timeout
 
 
 def limits(rank: int) -> list[timedelta]:
-    context = make_context(Layout(tp_size=2, dp_size=2).axes, "cpu", LIMIT)
+    context = make_context(Layout(tp_size=2, dp_size=2), "cpu", LIMIT)
     groups = context.tp_group, context.dp_group
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
@@ -125,7 +125,7 @@ def test_every_rank_makes_the_same_groups_and_splits_none(num_hosts: int, monkey
         monkeypatch.setattr(module, "new_group", counted)
     source = SimpleNamespace(perform_nocolor_split=lambda device: counts.update(["splits"]))
     monkeypatch.setattr(c10d, "_get_split_source", lambda group: source)
-    on_cpu = lambda axes, _, timeout, *__, **options: make_context(axes, "cpu", timeout, False, **options)  # noqa: E731
+    on_cpu = lambda layout, _, timeout, *__: make_context(layout, "cpu", timeout, False)  # noqa: E731
     monkeypatch.setattr(strategy_module, "make_context", on_cpu)
     monkeypatch.setattr(TensorParallelStrategy, "root_device", torch.device("cuda", 0))
     of_ranks = []

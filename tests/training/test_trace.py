@@ -152,8 +152,7 @@ def test_a_stage_of_512_ranks_sends_the_planners_messages(stage: int, sequence_p
     layout = Layout(tp_size=8, pp_size=8, dp_size=8, sequence_parallel=sequence_parallel)
     config, b, num = gpt_8_3b(), 2, 9
     with fake_world(stage * layout.tp_size, layout.world_size):
-        options = {"shared_memory": False, "sequence_parallel": sequence_parallel}
-        context = parallel.make_context(layout.axes, "cpu", timedelta(minutes=1), **options)
+        context = parallel.make_context(layout, "cpu", timedelta(minutes=1), shared_memory=False)
         assert (context.pp_rank, context.tp_rank, context.dp_rank) == (stage, 0, 0)
         with FakeTensorMode(), CollectiveRecorder(context) as recorder:
             model = build_model(config, context, seed=None, dtype=torch.bfloat16)

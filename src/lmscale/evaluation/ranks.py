@@ -99,5 +99,5 @@ def evaluation_groups(layout: Layout, device_type: str = "cpu") -> tuple[Paralle
     if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
         start_process_group(backend, world.address, world.rank, world.size, TIMEOUT, TIMEOUT)
-    context = make_context(layout.axes, device_type, TIMEOUT, pad_heads=layout.pad_heads)
+    context = make_context(layout, device_type, TIMEOUT)
     return context, make_ranks(world.local_size, TIMEOUT, device_type == "cuda")

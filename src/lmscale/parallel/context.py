@@ -102,20 +102,18 @@ class ParallelContext:
         return local.masked_fill(elsewhere, 0), elsewhere
 
 
-def make_context(
-    axes: dict[str, int], device_type: str, timeout: timedelta, shared_memory: bool = True, **options: Any
-) -> ParallelContext:
+def make_context(layout: Any, device_type: str, timeout: timedelta, shared_memory: bool = True) -> ParallelContext:
     """Make the groups of the grid over all ranks; returns this rank's place in it.
 
     Args:
-        axes: `Layout.axes`, the size of each axis by its name, the outermost first.
+        layout: a `Layout`: the size of each axis by its name, the outermost first, and its options.
         timeout: how long a collective may wait.
         shared_memory: see `choose_communicator`.
-        options: of `ParallelContext`.
 
     Communicates:
         as torch does to make groups, and as `choose_communicator`.
     """
+    axes = layout.axes
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():  # a mesh gives its groups torch's own time limit
         dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -133,7 +131,10 @@ def make_context(
         dp_group=mesh.get_group("data"),
         pp_group=mesh.get_group("pipeline"),
         tp_communicator=choose_communicator(mesh.get_group("tensor"), timeout, shared_memory),
-        **options,
+        sequence_parallel=layout.cuts_sequence,
+        zero1=layout.cuts_optimizer,
+        batch_halves=layout.cuts_batch,
+        pad_heads=layout.pad_heads,
     )
 
 

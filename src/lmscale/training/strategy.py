@@ -169,17 +169,9 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         """
         dist.distributed_c10d._get_default_group().bound_device_id = None
         self.layout = self.layout.over(self.world_size)
-        self.parallel = make_context(
-            self.layout.axes,
-            self.root_device.type,
-            self.collective_timeout,
-            self.shared_memory,
-            sequence_parallel=self.layout.cuts_sequence,
-            zero1=self.layout.cuts_optimizer,
-            batch_halves=self.layout.cuts_batch,
-            pad_heads=self.layout.pad_heads,
-        )
-        self.ranks = make_ranks(self.num_processes, self.collective_timeout, self.root_device.type == "cuda")
+        device_type, timeout = self.root_device.type, self.collective_timeout
+        self.parallel = make_context(self.layout, device_type, timeout, self.shared_memory)
+        self.ranks = make_ranks(self.num_processes, timeout, device_type == "cuda")
 
     def setup(self, trainer: Any) -> None:
         """Move the shard to its device, let metrics count the data ranks and, for training, create the optimizer.
