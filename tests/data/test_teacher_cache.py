@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lmscale.config.teacher import cache_record_bytes
+from lmscale.data.loading import cut_step
 from lmscale.data.teacher_cache import MANIFEST, TeacherCache
 
 FACTS = {"seed": 7, "temperature": 2.0, "top_k": 3, "rows": 5, "vocab_size": 100, "precision": "bf16"}
@@ -54,6 +56,15 @@ def test_what_is_read_equals_what_was_written(precision, width, vocab_size, tmp_
         assert found["teacher_ids"].dtype == np.int64 and found["teacher_log_p"].dtype.itemsize == width
         assert np.array_equal(found["teacher_ids"], whole["ids"][numbers])
         assert np.array_equal(found["teacher_log_p"], whole["log_p"][numbers])
+
+
+def test_a_micro_batch_has_the_rows_of_the_scored_positions_of_each_sample() -> None:
+    labels = torch.tensor([[-100, 1, -100], [2, 3, -100], [-100, -100, -100], [-100, -100, 4]])
+    rows = torch.arange(4 * 2 * 3).view(4, 2, 3)  # two rows of a sample, three numbers each
+    step = {"tokens": labels, "labels": labels, "teacher_log_p": rows.float(), "teacher_ids": rows}
+    for part, places in zip(cut_step(step, 3), ([0, 2, 3], [6]), strict=True):
+        assert torch.equal(part["teacher_ids"], rows.flatten(0, 1)[places])
+        assert torch.equal(part["teacher_log_p"], part["teacher_ids"].float())
 
 
 def flip(folder: Path) -> None:

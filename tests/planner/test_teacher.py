@@ -139,6 +139,9 @@ def test_flops_are_those_of_one_more_forward_pass() -> None:
     dense = b * 77 * 2 * H * H  # of the masked-LM head, which every rank computes whole
     rows = [row for row in both.rows if row.name.startswith("teacher: ") and row.part == "matmul"]
     assert sum(row.flops for row in rows) == forward // 8 + dense // 4
+    thrice = Plan(dataclasses.replace(job, global_batch_size=3 * b), layout, CLUSTER)  # micro-batches
+    rows = [row for row in thrice.rows if row.name.startswith("teacher: ") and row.part == "matmul"]
+    assert sum(row.flops for row in rows) == 3 * (forward // 8 + dense // 4)
     padded = Layout(tp_size=16, dp_size=4, pad_heads=True)  # 48 heads for 40
     plans = (Plan(each, padded, CLUSTER) for each in (dataclasses.replace(job, teacher=None), job))
     assert -int.__sub__(*(plan.hardware_flops for plan in plans)) == forward + b * s * LAYERS * 8 * 64 * (8 * H + 4 * s)

@@ -70,11 +70,13 @@ def losses(run_dir: Path) -> list[float]:
     return [row[name] for row in read_rows(run_dir) for name in ("train/loss", "train/teacher_loss") if name in row]
 
 
+@pytest.mark.parametrize("vocab_size", [600, 632])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_cache_of_all_ids_gives_the_losses_of_the_running_teacher(family, folder, tmp_path) -> None:
+def test_a_cache_of_all_ids_gives_the_losses_of_the_running_teacher(family, vocab_size, folder, tmp_path) -> None:
+    """For a student with more ids than the teacher too."""
     teachers = {"path": str(folder / f"{family}_teacher")}, {"cache": str(folder / f"{family}_whole")}
     for name, teacher in zip(("runs", "cached"), teachers, strict=True):
-        assert train_here(distilled(family, tmp_path / name, teacher)) == 0
+        assert train_here(distilled(family, tmp_path / name, teacher, model__vocab_size=vocab_size)) == 0
     assert_equal_runs(tmp_path / "runs", tmp_path / "cached")
     assert min(losses(tmp_path / "cached")) > 1e-3
 

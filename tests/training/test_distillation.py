@@ -19,19 +19,24 @@ from runs import (
     tiny_run,
     train_here,
 )
+from sharding import COMPLETEP, random_batch, random_model, small_config
 
 from lmscale import partition
+from lmscale.config.family import load
 from lmscale.config.teacher import TeacherConfig
-from lmscale.data.loading import References, collate_step
+from lmscale.data.loading import References, collate_step, trim_padding
 from lmscale.data.sampler import samples_of
 from lmscale.hugging_face.conversion import export_hugging_face
+from lmscale.parallel import ParallelContext
 from lmscale.training.module import PretrainModule
 from lmscale.training.resolve import resolve
 
 GRID = (2, 1, 2)
-# Deeper, wider, with other heads, of the other placement, and with other padding of the vocabulary.
+# Deeper, wider, with other heads, of the other placement, with other padding of the vocabulary, and trained with the
+# dropout that a teacher must not have.
 TEACHER = {"model__num_layers": 3, "model__hidden_size": 40, "model__num_attention_heads": 8}
 TEACHER |= {"model__max_position_embeddings": 40, "model__vocab_multiple": 8, "trainer__max_steps": 2}
+TEACHER |= DROPOUT
 PLACEMENT = {"gpt": "post", "bert": "pre"}
 STUDENT = {"bert": {"model__norm_order": "post"}, "gpt": {}}
 LONG = {"trainer__max_steps": 20, "schedule__decay_steps": 30}
@@ -148,6 +153,19 @@ def test_a_run_equals_a_plain_loop_over_the_models_of_transformers(family, tmp_p
             assert row[name] == pytest.approx(value, rel=1e-12), (row["step"], name)
 
 
+@pytest.mark.parametrize("family", STUDENT)
+def test_the_projection_of_a_teacher_gives_its_logits(family) -> None:
+    """Of the scored positions, with the factors of CompleteP."""
+    config = small_config(family, **COMPLETEP)
+    model, batch, loss = random_model(config, ParallelContext()), random_batch(config), load(config.traits.loss)
+    batch = trim_padding(batch)
+    rows, weight, bias = loss.output_projection(model, batch)
+    logits = loss.token_logits(model, batch).flatten(0, 1)
+    logits = logits[batch["scored"]] if family == "bert" else logits
+    ids = slice(config.vocab_size)
+    torch.testing.assert_close(F.linear(rows, weight, bias)[:, ids], logits[:, ids], rtol=1e-13, atol=1e-13)
+
+
 def test_a_teacher_equal_to_the_student_gives_no_divergence_and_no_gradient(tmp_path) -> None:
     start = tiny_run("bert", tmp_path / "start", trainer__max_steps=1)
     run_jobs([start], 1)
@@ -175,6 +193,18 @@ def test_layers_of_the_teacher_start_the_student_once(teachers, tmp_path) -> Non
         if key.startswith("model/"):
             source = next((key.replace(a, b) for a, b in places.items() if a in key), key)
             assert torch.equal(tensor, theirs[source]), key
+
+
+def test_a_resumed_run_goes_on_with_its_weights_and_not_with_the_teachers_layers(teachers, tmp_path) -> None:
+    changes = TEACHER | {"model__num_layers": 2, "model__norm_order": "post", "trainer__max_steps": 4}
+    changes |= {"teacher": {"path": str(teachers / "gpt"), "layers": "spread"}}
+    for name, more in (
+        ("whole", {}),
+        ("stopped", {"trainer__stop_after_steps": 2}),
+        ("stopped", {"resume": {"path": "auto"}}),
+    ):
+        assert train_here(tiny_run("gpt", tmp_path / name, **changes | more)) == 0
+    assert_equal_runs(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_spread_takes_every_other_layer_of_twelve_for_six() -> None:

@@ -112,7 +112,7 @@ class CachedTargets(SoftTargets):
         maximum = maximum.masked_fill(maximum == _NEVER, 0.0)
         total = context.tp_communicator.all_reduce(out.sub(maximum.unsqueeze(-1)).div_(scale).exp_().sum(dim=-1))
         others, log_total = log_p[:, -1], total.log() + maximum / scale
-        shift = (scale * (others - log_total)).masked_fill((others == _NEVER) | (log_total == _NEVER), _NEVER)
+        shift = (scale * (others - log_total)).masked_fill(log_total == _NEVER, _NEVER)
         out.add_(shift.unsqueeze(-1))
         whole.scatter_(1, column, scale * log_p[:, :-1])
         return out
