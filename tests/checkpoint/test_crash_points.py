@@ -83,7 +83,7 @@ def save(folder: Path, step: int, rank: int = 0, num_ranks: int = 1, background:
     metadata = CheckpointMetadata(step, {"tp_size": num_ranks, "dp_size": 1}, {}, entries, {}, {}, {}, {"seed": seed})
     mine = {k: t if dim is None else t.chunk(num_ranks, dim)[rank].contiguous() for k, (t, dim) in tensors.items()}
     writer = CheckpointWriter("token", rank, num_ranks, timeout_s=60.0)
-    run = SimpleNamespace(request=RUN, describe=dict)
+    run = SimpleNamespace(request=RUN, describe=dict, teacher=None)
     session = SimpleNamespace(folder=folder.parent, interruption=None, ending=None)
     checkpointing = Checkpointing(run, session, None, None)
     checkpointing.folder = folder

@@ -12,6 +12,7 @@ from runs import read_rows, run_jobs, tiny_run
 from sharding import small_config
 
 from lmscale.parallel import ParallelContext
+from lmscale.planner.workload import Workload
 from lmscale.runtime.watchdog import Watchdog
 from lmscale.training.callbacks.step_report import StepReport
 from lmscale.training.loggers import LinesFile, MetricsFile
@@ -195,7 +196,8 @@ def test_a_validated_step_has_a_row_even_if_it_is_not_logged(tmp_path) -> None:
 
 
 def test_the_time_of_a_validation_belongs_to_no_step(tmp_path) -> None:
-    run = SimpleNamespace(request=tiny_run("gpt", tmp_path), on_gpu=False, model=small_config("gpt"))
+    request, model = tiny_run("gpt", tmp_path), small_config("gpt")
+    run = SimpleNamespace(request=request, on_gpu=False, model=model, workload=Workload.of(request))
     session = SimpleNamespace(watchdog=Watchdog(0, 60), ending=Ending())
     report = StepReport(run, session)
     report.timer, report._batch_end = PhaseTimer(torch.device("cpu")), time.perf_counter() - 99
