@@ -9,6 +9,7 @@ import torch
 from runs import read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.checkpoint import list_checkpoints
+from lmscale.checkpoint.reshard import reshard
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.training.resolve import resolve
 
@@ -103,18 +104,20 @@ def test_a_damaged_teacher_ends_the_run_with_one_line(teacher, tmp_path, capfd) 
     assert "error: checkpoint step_1.ckpt is damaged: rank_0_of_1.safetensors" in capfd.readouterr().err
 
 
-def test_a_run_goes_on_with_the_same_teacher_alone_wherever_it_is(teacher, tmp_path) -> None:
+def test_a_run_goes_on_with_the_same_teacher_alone_wherever_and_however_it_is_stored(teacher, tmp_path) -> None:
     first = {"trainer__stop_after_steps": 1, "teacher": {"path": str(teacher / "gpt"), "temperature": 2.0}}
     run_jobs([tiny_run("gpt", tmp_path / "run", **first)], 1)
-    shutil.copytree(teacher / "gpt", tmp_path / "moved")
+    assert train_here(tiny_run("gpt", tmp_path / "other", trainer__max_steps=1, seed=5)) == 0
+    moved = reshard(teacher / "gpt", tmp_path / "moved", 2)
     export_hugging_face(teacher / "gpt", tmp_path / "published")
-    settings = {"path": str(tmp_path / "moved"), "temperature": 2.0}
+    settings = {"path": str(moved), "temperature": 2.0}
     again = {"resume": {"path": "auto"}}
     for other in (
         {},
         settings | {"temperature": 1.0},
         settings | {"weight": 0.4},
-        {"path": str(tmp_path / "published")},
+        {"path": str(tmp_path / "published"), "temperature": 2.0},
+        {"path": str(tmp_path / "other"), "temperature": 2.0},
     ):
         with pytest.raises(ValueError, match="step_1.ckpt is of a run with another teacher: "):
             resolve(tiny_run("gpt", tmp_path / "run", teacher=other, **again))
