@@ -12,6 +12,7 @@ from ranks import run_in_turn, run_ranks
 from runs import REPOSITORY, assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
 
 from lmscale.config.teacher import CacheConfig
+from lmscale.data import teacher_cache
 from lmscale.data.teacher_cache import TeacherCache
 from lmscale.evaluation import cache_job
 from lmscale.training.resolve import resolve
@@ -122,6 +123,18 @@ def test_rows_are_those_of_the_scored_positions_and_the_others_are_0(folder) -> 
         assert found["teacher_ids"].shape == (STEPS * BATCH, rows, 9) and used[:, 0].all()
         assert (found["teacher_log_p"][~used] == 0).all() and used.all() == (family == "gpt")
         assert (np.diff(used.astype(int), axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_of_several_samples_have_the_entries_of_parts_of_one(family, folder, tmp_path, monkeypatch) -> None:
+    """In a micro-batch of BERT samples with fewer masks are followed by others."""
+    monkeypatch.setattr(teacher_cache, "MOST_PARTS_OF_SMALL", 4)
+    compute(cache_config(folder / f"{family}_teacher", tmp_path, micro_batch_size=4))
+    caches, numbers = [TeacherCache.open(each) for each in (tmp_path, folder / f"{family}_1")], np.arange(STEPS * BATCH)
+    assert [cache.facts["part_samples"] for cache in caches] == [8, 1]
+    found, wanted = (cache.read(numbers) for cache in caches)
+    assert np.array_equal(found["teacher_ids"], wanted["teacher_ids"])
+    assert np.allclose(found["teacher_log_p"], wanted["teacher_log_p"], rtol=1e-12, atol=1e-12)
 
 
 REFUSED = [
