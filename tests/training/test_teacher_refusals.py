@@ -139,3 +139,12 @@ def test_a_published_teacher_gives_the_losses_of_its_checkpoint(teacher, tmp_pat
             assert train_here(run) == 0
             found.append([row["train/teacher_loss"] for row in read_rows(run.run_dir)])
         assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+def test_the_forward_pass_of_a_teacher_counts_in_the_flops_of_a_step(teacher, tmp_path) -> None:
+    """Of a teacher of the student's sizes it is a third of the student's forward and backward pass."""
+    run = tiny_run("gpt", tmp_path / "run", trainer__max_steps=1, teacher={"path": str(teacher / "gpt")})
+    assert train_here(run) == 0
+    rows = read_rows(run.run_dir)[-1], read_rows(teacher / "gpt")[-1]
+    both, alone = (row["tflops_per_s_per_device"] / row["tokens_per_s"] for row in rows)
+    assert both == pytest.approx(alone * 4 / 3, rel=1e-3)
