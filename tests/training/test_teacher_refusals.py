@@ -112,14 +112,14 @@ def test_a_run_goes_on_with_the_same_teacher_alone_wherever_and_however_it_is_st
     export_hugging_face(teacher / "gpt", tmp_path / "published")
     settings = {"path": str(moved), "temperature": 2.0}
     again = {"resume": {"path": "auto"}}
-    for other in (
-        {},
-        settings | {"temperature": 1.0},
-        settings | {"weight": 0.4},
-        {"path": str(tmp_path / "published"), "temperature": 2.0},
-        {"path": str(tmp_path / "other"), "temperature": 2.0},
+    for other, difference in (
+        ({}, "none here and {'origin': '.{16}', 'temperature': 2.0, 'weight': 0.5} there "),
+        (settings | {"temperature": 1.0}, "{'temperature': 1.0} here and {'temperature': 2.0} there "),
+        (settings | {"weight": 0.4}, "{'weight': 0.4} here and {'weight': 0.5} there "),
+        ({"path": str(tmp_path / "published"), "temperature": 2.0}, "{'origin': '.{16}'} here and {'origin': "),
+        ({"path": str(tmp_path / "other"), "temperature": 2.0}, "{'origin': '.{16}'} here and {'origin': "),
     ):
-        with pytest.raises(ValueError, match="step_1.ckpt is of a run with another teacher: "):
+        with pytest.raises(ValueError, match=f"step_1.ckpt is of a run with another teacher: {difference}"):
             resolve(tiny_run("gpt", tmp_path / "run", teacher=other, **again))
     assert train_here(tiny_run("gpt", tmp_path / "run", teacher=settings, **again)) == 0
     with pytest.raises(ValueError, match="`resume.weights_only` must be false or null with teacher.layers"):

@@ -134,10 +134,11 @@ def check_resumable(
         raise ValueError(
             f"checkpoint {name} is of a run with other initial weights: {'; '.join(differences)} (a new run draws them)"
         )
-    here, there = None if teacher is None else teacher.identity, metadata.state.get("teacher")
+    here, there = {} if teacher is None else teacher.identity, metadata.state.get("teacher") or {}
     if here != there:
+        own, other = (dict(sorted(a.items() - b.items())) or "none" for a, b in ((here, there), (there, here)))
         raise ValueError(
-            f"checkpoint {name} is of a run with another teacher: {here or 'none'} here and {there or 'none'} there "
+            f"checkpoint {name} is of a run with another teacher: {own} here and {other} there "
             "(`resume.weights_only`=true starts a new run from the weights)"
         )
     differences = _differences(_DATA_KEYS, run, then)
