@@ -211,6 +211,10 @@ def test_an_incomplete_cache_is_refused_and_a_damaged_one_ends_the_run(folder, t
         ({"parallel": {"tp_size": 3}}, "`num_attention_heads` .*3"),
         ({"tokenizer": {"kind": "trained", "vocab_size": 500}}, "`tokenizer.path` must be that of the checkpoint"),
         ({"precision": {"dtype": "fp8"}}, "`precision` must be one of fp64, fp32, bf16, fp16"),
+        (
+            {"data": {"kind": "embedded", "seq_length": 33, "num_workers": 2}},
+            "`data.num_workers` must be 0 for a cache",
+        ),
         ({"temperature": 1.0}, "`temperature` must be 2.0, that of the cache in .*gpt_1, but is 1.0"),
         ({"trainer": {"max_steps": 5}}, "`num_samples` must be 32, that of the cache in .*gpt_1, but is 40"),
     ],

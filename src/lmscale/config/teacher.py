@@ -35,8 +35,7 @@ class TeacherConfig(Checked):
     weight: Weight = 0.5
     layers: Literal["spread"] | list | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_rules(self) -> None:
         for index in self.layers if isinstance(self.layers, list) else ():
             check(Count, index, "layers")
         for each in fields(self) if not self.is_given else ():
@@ -121,6 +120,10 @@ class CacheConfig(EntryConfig):
     precision: PrecisionConfig = PrecisionConfig("fp32")
     accelerator: Accelerator = "auto"
     parallel: CacheParallel = CacheParallel()
+
+    def check_rules(self) -> None:
+        self.precision.refuse_float8()
+        require(self, "data.num_workers", "0 for a cache, whose ranks read their samples", not self.data.num_workers)
 
 
 def cache_record_bytes(rows: int, top_k: int, vocab_size: int, value_bytes: int) -> int:

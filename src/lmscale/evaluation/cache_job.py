@@ -48,7 +48,6 @@ def prepare(config: CacheConfig) -> CacheJob:
         ValueError: the teacher is missing, damaged, of a family whose loss takes none, or does not fit the ranks or the
             data; or there is no GPU.
     """
-    config.precision.refuse_float8()
     resolve_accelerator(config.accelerator)
     model, folder = describe_checkpoint(config.ckpt)
     if not hasattr(load(model.traits.loss), "output_projection"):
@@ -118,7 +117,7 @@ def _compute(job: CacheJob, place: RankPlace) -> int:
         done, now = min(first + context.dp_size, len(missing)), time.monotonic()
         if ranks.is_first and now > said + PROGRESS_INTERVAL_S:
             left, said = (now - started) / done * (len(missing) - done), now
-            print(f"{done} of {len(missing)} parts are written, {left / 60:.0f} min left", flush=True)
+            print(f"{done} of {len(missing)} parts are written, {left / 60:.1f} min left", flush=True)
     if ranks.is_first:
         print(f"complete; a run reads it with teacher.cache={config.output} teacher.temperature={config.temperature:g}")
     return DONE
