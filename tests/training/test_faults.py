@@ -208,8 +208,8 @@ def test_the_diagnosis_names_the_parameter_that_is_not_finite(tmp_path, monkeypa
     name = "transformer.layers.1.mlp.up.bias"
     make = pretrain_module.build_module
 
-    def poisoned(run, session):
-        module = make(run, session)
+    def poisoned(*decided):
+        module = make(*decided)
         configure = module.configure_model
 
         def configure_and_poison():
