@@ -7,6 +7,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import warm
 from corpora import epochs_of, local_config, prepare_texts
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
@@ -97,6 +98,22 @@ def test_worker_processes_give_the_same_steps(prepared) -> None:
     alone, helped = make(prepared), make(prepared, num_workers=2)
     assert equal(list(helped.train_dataloader()), list(alone.train_dataloader()))
     assert equal(list(helped.val_dataloader()), list(alone.val_dataloader()))
+
+
+def _end_amid_an_epoch(prepared) -> None:
+    global steps  # as the traceback of an error keeps them
+    steps = iter(make(prepared, num_workers=1).train_dataloader())
+    next(steps)
+
+
+def test_a_rank_ends_while_its_loader_processes_ignore_sigterm(prepared) -> None:
+    """At exit Python sends it to them and waits: a run with an error in its samples hung."""
+    rank = warm.context.Process(target=_end_amid_an_epoch, args=(prepared,))
+    rank.start()
+    rank.join(120)
+    rank.kill()
+    rank.join()
+    assert rank.exitcode == 0
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 16])

@@ -1,6 +1,7 @@
 """The Lightning data module: the training steps, and every validation sequence once."""
 
 from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ from ..config import BatchConfig
 from ..config.data import DataConfig, TokenizerConfig
 from ..config.family import load
 from ..shared_files import check_sockets
-from .loading import Loader, References, as_tensors, collate_step, ignore_signals
+from .loading import Loader, References, as_tensors, collate_step, end_loader_processes, ignore_signals
 from .prepare import prepare_corpus
 from .sampler import RunSamples
 
@@ -76,6 +77,8 @@ class PretrainDataModule(L.LightningDataModule):
         return Loader(lambda: loader, None if some_rank_is_idle else len(batches))
 
     def _loader(self, references: References, batch_sampler: Any, collate: Any) -> DataLoader:
+        if self.num_workers:  # at exit Python sends them SIGTERM, which they ignore, and waits for them
+            Finalize(None, end_loader_processes, exitpriority=0)
         # Its own generator: a loader that draws from torch's would make the dropout of the ranks differ.
         return DataLoader(
             references,

@@ -1,5 +1,6 @@
 """The parts of a pretraining loader: look up samples, collate steps, cut them into micro-batches."""
 
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
 
@@ -152,3 +153,10 @@ def ignore_signals(worker: int) -> None:
     for name in ("SIGTERM", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def end_loader_processes() -> None:
+    """Kill the loader processes of this rank, which have nothing to save."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
