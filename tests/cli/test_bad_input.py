@@ -401,6 +401,15 @@ def test_an_error_of_the_system_without_a_file_is_told_without_one(capsys) -> No
     assert capsys.readouterr().err == "error: a file cannot be read or written: No space left on device\n"
 
 
+def test_an_error_of_a_loader_process_is_told_without_its_traceback(capsys) -> None:
+    where = 'Original Traceback (most recent call last):\n  File "a.py", line 1, in read\n    raise ValueError('
+    with pytest.raises(SystemExit, match="2"):
+        exit_with(
+            ValueError(f"Caught ValueError in DataLoader worker process 0.\n{where}\nValueError: `a` must be b\n")
+        )
+    assert capsys.readouterr().err == "error: `a` must be b\n"
+
+
 @pytest.mark.parametrize(
     "value, rule", [(r"runs/d\${x}y", "not have ${ in it, but is "), ("", "name a folder, but is e")]
 )

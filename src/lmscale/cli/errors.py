@@ -104,7 +104,7 @@ def _one_line(error: Exception) -> str:
             if error.filename and Path(os.path.expanduser(path.strip("'\""))).is_relative_to(str(error.filename)):
                 return f"`{key}` must be a folder that can be made and written, but {error.filename}: {error.strerror}"
         return f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}"
-    text = str(error)
+    text = re.sub(r"^Caught \w+ in DataLoader .*^\w+: ", "", str(error), flags=re.S | re.M)  # of a loader process
     has_options = isinstance(error, MissingConfigException) and error.options
     if has_options or text.startswith("Config group override must be"):
         text = _wrong_choice(error) or text
