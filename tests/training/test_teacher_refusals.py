@@ -128,6 +128,7 @@ def test_a_run_goes_on_with_the_same_teacher_alone_wherever_and_however_it_is_st
         )
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record["config"]["teacher"]["temperature"] == 2.0
+    assert not record["ended_above_start"]  # a loss with a teacher is lower, and is not compared
 
 
 def test_a_published_teacher_gives_the_losses_of_its_checkpoint(teacher, tmp_path) -> None:

@@ -155,7 +155,8 @@ def write_run_record(run: Run, session: RankSession, report: StepReport) -> None
         steps=[run.start.step, step],
         started=session.started,
     )
-    end, first = report.validation["val/loss"], training_losses(session.folder / METRICS)[:1]  # a resumed run has these
+    # A resumed run has its first training loss alone, which is lower with a teacher and then not compared.
+    end, first = report.validation["val/loss"], [] if run.teacher else training_losses(session.folder / METRICS)[:1]
     above = not math.isfinite(end) or end > report.validation_at_start.get("val/loss", next(iter(first), end))
     more = {"kernels": asdict(run.kernels), "ended_above_start": above}
     write_record(run_record | more, session.folder / RECORD)
