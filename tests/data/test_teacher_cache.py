@@ -183,3 +183,12 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(ValueError, match=message):
         TeacherCache.begin(tmp_path / "cache", FACTS | {"num_samples": 2**12, "rows": 2**26})
     assert contents(tmp_path / "cache") == {}
+
+
+def test_predictions_that_are_not_numbers_are_refused(tmp_path) -> None:
+    cache, _ = TeacherCache.begin(tmp_path / "cache", FACTS)
+    poisoned = records(cache, 3)
+    poisoned["log_p"][-1, -1, 0] = np.nan
+    with pytest.raises(ValueError, match=f"`ckpt` must predict numbers, .* of sample {cache.samples(3)[-1]} are nan"):
+        cache.write(3, poisoned)
+    assert not cache.path(3).exists()

@@ -122,8 +122,11 @@ class TeacherCache:
         """Write a whole part, with checksums.
 
         Raises:
-            ValueError: it cannot be written.
+            ValueError: it cannot be written, or the teacher has predicted what is not a number.
         """
+        if (wrong := np.isnan(records["log_p"]).any(axis=(1, 2))).any():
+            number = self.samples(part)[int(wrong.argmax())]
+            raise ValueError(f"`ckpt` must predict numbers, but its log-probabilities of sample {number} are nan")
         rows = records.view(np.uint8).reshape(len(records), -1)
         for number, row in zip(self.samples(part), rows, strict=True):
             row[-8:] = np.frombuffer(self._checksum(number, row), np.uint8)
