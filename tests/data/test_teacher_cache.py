@@ -192,3 +192,10 @@ def test_predictions_that_are_not_numbers_are_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match=f"`ckpt` must predict numbers, .* of sample {cache.samples(3)[-1]} are nan"):
         cache.write(3, poisoned)
     assert not cache.path(3).exists()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path) -> None:
+    (tmp_path / "record.json").write_text("{}")
+    with pytest.raises(ValueError, match="`output` must be a new folder, or the cache that this command began, but is"):
+        TeacherCache.begin(tmp_path, FACTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]

@@ -73,6 +73,8 @@ class TeacherCache:
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).exists():
             cls.open(folder, "output").check(cache.facts)
+        elif any(not entry.name.startswith(".") for entry in folder.iterdir()):
+            refuse("output", "a new folder, or the cache that this command began", str(folder))
         missing = cache.missing()
         needed, free = size * sum(len(cache.samples(part)) for part in missing), shutil.disk_usage(folder).free
         if needed > free:
