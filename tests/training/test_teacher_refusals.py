@@ -36,7 +36,12 @@ def refusal(family: str, folder: Path, teacher: dict, **changes) -> str:
         ({"path": "nowhere"}, {}, "`teacher.path` must be a checkpoint, a run folder or a Hugging Face folder, but"),
         ({"path": "", "weight": 0.5}, {}, "`teacher.path` must be a path, but is ''"),
         ({"path": "bert"}, {}, "`teacher.path` must be of the model's family (gpt), but is 'bert'"),
-        ({"path": "gpt", "temperature": 0}, {}, "`teacher.temperature` must be above 0, but is 0.0"),
+        (
+            {"path": "gpt", "temperature": 0},
+            {},
+            "`teacher.temperature` must be at least 0.001 and at most 1000, but is 0.0",
+        ),
+        ({"path": "gpt", "temperature": 1e300}, {}, "`teacher.temperature` must be at least 0.001 and at most 1000"),
         ({"path": "gpt", "temperature": float("nan")}, {}, "`teacher.temperature` must be a finite number"),
         ({"path": "gpt", "weight": 2}, {}, "`teacher.weight` must be at least 0 and at most 1, but is 2.0"),
         ({"weight": 0.3}, {}, "`teacher.weight` must be left alone without `teacher.path` or `teacher.cache`"),

@@ -3,12 +3,14 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from .checks import AboveZero, Accelerator, Checked, Count, PathText, Positive, Rule, Seed, check, require
+from .checks import Accelerator, Checked, Count, PathText, Positive, Rule, Seed, check, require
 from .data import DataConfig, TokenizerConfig
 from .from_dict import EntryConfig
 from .generate import GenerateParallel
 from .training import PrecisionConfig
 
+# Beyond, logits divided by it or T^2 have no digits left in fp32.
+Temperature = Annotated[float, Rule("at least 0.001 and at most 1000", lambda number: 0.001 <= number <= 1000)]
 Weight = Annotated[float, Rule("at least 0 and at most 1", lambda number: 0 <= number <= 1)]
 
 
@@ -31,7 +33,7 @@ class TeacherConfig(Checked):
 
     path: PathText | None = None
     cache: PathText | None = None
-    temperature: AboveZero = 1.0
+    temperature: Temperature = 1.0
     weight: Weight = 0.5
     layers: Literal["spread"] | list | None = None
 
@@ -110,7 +112,7 @@ class CacheConfig(EntryConfig):
     ckpt: PathText
     output: PathText
     top_k: Positive = 64
-    temperature: AboveZero = 1.0
+    temperature: Temperature = 1.0
     data: DataConfig
     tokenizer: TokenizerConfig
     trainer: CacheTrainer
