@@ -20,6 +20,8 @@ from lmscale.training.run import Run
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Dropout masks are independent of the layout: always for hidden dropout, for attention dropout with exact attention.
 DROPOUT = {"model__hidden_dropout": 0.2, "model__attention_dropout": 0.2, "model__attention": "exact"}
+COOLDOWN = {"decay": "linear", "warmup_steps": 1, "cooldown_steps": 2}
+LONG = {"trainer__max_steps": 6, "trainer__validate_every_steps": 2}
 SEQUENCE = {"parallel__sequence_parallel": True, "data__seq_length": 32}
 MUP = {"model__parametrization": "mup", "model__base_hidden_size": 6, "model__base_head_size": 3}
 ONE = "1x1x1"  # the folder of the run in one process; see run_layouts
