@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_the_same_teacher_alone_wherever_and_however_it_is_st
         with pytest.raises(ValueError, match=f"step_1.ckpt is of a run with another teacher: {difference}"):
             resolve(tiny_run("gpt", tmp_path / "run", teacher=other, **again))
     assert train_here(tiny_run("gpt", tmp_path / "run", teacher=settings, **again)) == 0
-    with pytest.raises(ValueError, match="`resume.weights_only` must be false or null with teacher.layers"):
+    with pytest.raises(ValueError, match="`resume.weights_only` must be false with teacher.layers"):
         tiny_run(
             "gpt", tmp_path / "x", teacher=settings | {"layers": "spread"}, resume={"path": "x", "weights_only": True}
         )

@@ -90,10 +90,9 @@ class RunConfig(TrainingRequest, EntryConfig):
         ends = self.schedule.cooldown_steps is None or self.schedule.decay_steps <= self.trainer.max_steps
         rule = f"at most `trainer.max_steps` ({self.trainer.max_steps}) with `schedule.cooldown_steps`"
         require(self, "schedule.decay_steps", rule, ends)
-        require(
-            self, "parallel.pp_size", "1 with a teacher", self.parallel.num_stages == 1 or not self.teacher.is_given
-        )
-        rule = "false or null with teacher.layers, which are the initial weights too"
+        is_whole = self.parallel.num_stages == 1 or not self.teacher.is_given
+        require(self, "parallel.pp_size", "1 with a teacher", is_whole)
+        rule = "false with teacher.layers, which are the initial weights too"
         require(self, "resume.weights_only", rule, not (self.resume.weights_only and self.teacher.layers))
         require_positions(self)
         auto = {name: 1 for name in ("tp_size", "pp_size", "dp_size") if getattr(self.parallel, name) == "auto"}
