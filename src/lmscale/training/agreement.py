@@ -42,10 +42,8 @@ def agree_on_start(run: Run, session: RankSession) -> Start:
         checkpoint.check_model(run.model)
     if not start.resumes:
         return start
-    check = partial(
-        check_resumable, request, run.corpus.content_hash, checkpoint, run.teacher
-    )  # rank 0 looks for a record
-    optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))
+    check = partial(check_resumable, request, run.corpus.content_hash, checkpoint, run.teacher)
+    optimizer, schedule = ranks.broadcast(ranks.agree(check, first_rank_only=True))  # rank 0 looks for a record
     return replace(start, optimizer=optimizer, schedule=schedule)
 
 

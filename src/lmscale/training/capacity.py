@@ -7,6 +7,7 @@ from ..config.checks import refuse
 from ..config.finetune import FinetuneConfig
 from ..config.layout import ParallelConfig
 from ..config.pretrain import RunConfig
+from ..planner.flops import scored_tokens
 from ..planner.memory import GIB, checkpoint_bytes, estimate_memory, first_that_fits, usable_bytes
 from ..planner.workload import Workload, auto_tp_sizes, layout_at, model_sizes, no_size_fits, with_other_stages
 from ..runtime.machine import host_memory_available, usable_cores
@@ -122,7 +123,7 @@ def check_host(run: RunConfig, layout: Layout, world: World | None, top_k: int =
         check_sockets("data.num_workers")
     num_tensors = run.model.traits.num_sample_tensors  # int64 [s], per sample and once more stacked
     sequence = SAMPLE_OVERHEAD_BYTES + 2 * num_tensors * 8 * run.data.seq_length
-    scored = max(1, int(run.model.traits.scored_share * run.data.seq_length))
+    scored = scored_tokens(run.model, run.data.seq_length)
     sequence += 2 * scored * top_k * (8 + 4)  # ids and log-probabilities of a teacher's cache, likewise
     there = host_memory_available()
     largest = there // (sequence * _ranks_of_host(layout, world)) * layout.dp_size
