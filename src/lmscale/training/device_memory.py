@@ -27,9 +27,13 @@ def check_free_memory(needed: int, strategy: TensorParallelStrategy) -> None:
         `Ranks.agree`.
     """
     parallel = strategy.parallel
-    for axis in ("tp", "dp", "pp"):
-        if getattr(parallel, f"{axis}_size") > 1:
-            dist.all_reduce(torch.zeros(1, device=strategy.root_device), group=getattr(parallel, f"{axis}_group"))
+    for group, size in (
+        (parallel.tp_group, parallel.tp_size),
+        (parallel.dp_group, parallel.dp_size),
+        (parallel.pp_group, parallel.pp_size),
+    ):
+        if size > 1:
+            dist.all_reduce(torch.zeros(1, device=strategy.root_device), group=group)
     for stage in (parallel.pp_rank - 1, parallel.pp_rank + 1):
         if 0 <= stage < parallel.pp_size:
             exchange(stage, *(torch.zeros(1, device=strategy.root_device) for _ in range(2)), parallel)
