@@ -182,7 +182,9 @@ def test_a_run_folder_that_cannot_be_read_is_refused_in_one_line(tmp_path, monke
 
     run = resolve(tiny_run("gpt", tmp_path))
     monkeypatch.setattr(Path, "iterdir", refuse)
-    with pytest.raises(ValueError, match=f"the run folder {tmp_path} cannot be used: .* Permission denied"):
+    with pytest.raises(
+        ValueError, match=f"`hydra.run.dir` must be a folder that can be used, but {tmp_path} cannot: .* denied"
+    ):
         resolve(run.request)
     monkeypatch.setattr(resuming, "find_checkpoint", refuse)
     assert pretrain(run) == USER_ERROR
@@ -206,7 +208,7 @@ def test_a_folder_in_use_is_refused_by_name_until_its_process_is_killed(tmp_path
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "locked\n"
-        expected = f"the run folder {tmp_path} is in use by another job (process {holder.pid} on {os.uname().nodename})"
+        expected = f"`hydra.run.dir` must be a folder of one job, but {tmp_path} is in use by another job (process {holder.pid} on {os.uname().nodename})"
         with pytest.raises(ValueError) as refusal:
             check_not_in_use(tmp_path)
         assert str(refusal.value).startswith(expected + "; wait for it, or")

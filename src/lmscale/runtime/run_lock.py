@@ -9,15 +9,20 @@ from typing import IO
 from ..shared_files import lock
 from .world import was_requeued
 
-LOCK = ".lock"
+LOCK, RUN_DIR = ".lock", "hydra.run.dir"
 _PATIENCE_S = 10.0  # ranks of a job whose launcher was killed end within a second or two
 _LEASE_S = 120.0  # an NFS server keeps the lock of a crashed host until its lease ends, after 90 s by default
 
 
 class RunLock:
-    """Locks a run folder while rank 0 of this job lives; the kernel releases it however the process ends."""
+    """Locks a folder while rank 0 of this job lives; the kernel releases it however the process ends.
 
-    def __init__(self) -> None:
+    Args:
+        key: that names the folder, for messages.
+    """
+
+    def __init__(self, key: str = RUN_DIR) -> None:
+        self._key = key
         self._file: IO[str] | None = None
 
     def take(self, folder: Path) -> None:
@@ -26,11 +31,11 @@ class RunLock:
         Raises:
             ValueError: it cannot be used, or another process holds its lock.
         """
-        with run_folder_errors(folder):
+        with run_folder_errors(folder, self._key):
             while True:
                 folder.mkdir(parents=True, exist_ok=True)
                 file = open(folder / LOCK, "a+", encoding="utf-8")
-                _lock_or_refuse(folder, file)
+                _lock_or_refuse(folder, file, self._key)
                 if os.fstat(file.fileno()).st_nlink:
                     break
                 file.close()  # `release` of the job that had it has removed it, so another could lock a new one
@@ -62,24 +67,24 @@ def check_not_in_use(folder: Path) -> None:
     if not (folder / LOCK).is_file() or not os.access(folder / LOCK, os.R_OK | os.W_OK):
         return
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
-        _lock_or_refuse(folder, file, shared=True)
+        _lock_or_refuse(folder, file, RUN_DIR, shared=True)
 
 
 @contextmanager
-def run_folder_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError into a ValueError that names the run folder."""
+def run_folder_errors(folder: Path, key: str = RUN_DIR) -> Iterator[None]:
+    """Turn an OSError into a ValueError that names the folder and its key."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"the run folder {folder} cannot be used: {error}") from None
+        raise ValueError(f"`{key}` must be a folder that can be used, but {folder} cannot: {error}") from None
 
 
-def _lock_or_refuse(folder: Path, file: IO[str], shared: bool = False) -> None:
+def _lock_or_refuse(folder: Path, file: IO[str], key: str, shared: bool = False) -> None:
     patience_s = _LEASE_S if was_requeued() else _PATIENCE_S
     if not lock(file, patience_s, shared):
         file.seek(0)
         owner = file.read().strip() or "unknown"
         raise ValueError(
-            f"the run folder {folder} is in use by another job (process {owner}); wait for it, or choose another "
-            "hydra.run.dir"
+            f"`{key}` must be a folder of one job, but {folder} is in use by another job (process {owner}); wait for "
+            "it, or choose another"
         )
