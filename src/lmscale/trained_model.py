@@ -21,8 +21,7 @@ from torch import nn
 from .checkpoint import METADATA, TOKENIZER_FOLDER, Checkpoint, CheckpointMetadata, find_given
 from .config import TransformerConfig
 from .data.tokenizer import Tokenizer, load_tokenizer_at
-from .hugging_face.config import config_from_hf
-from .hugging_face.conversion import import_hugging_face
+from .hugging_face.conversion import describe_hugging_face, import_hugging_face
 from .hugging_face.files import HuggingFaceReader
 from .kernels import PLAIN, Kernels
 from .models import build_model
@@ -92,14 +91,16 @@ def describe_checkpoint(path: str | Path, key: str = "ckpt") -> tuple[Transforme
 
     Raises:
         CheckpointError: as `load_model`, for errors in the metadata and for files of a wrong length.
-        ValueError: the masked-LM head is untrained.
+        ValueError: the model is finetuned, or its masked-LM head is missing or untrained.
     """
     found = find_given(key, path)
     if not (found / METADATA).is_file():
         with HuggingFaceReader(found, key) as reader:
-            return config_from_hf(reader.values), found
+            return describe_hugging_face(reader, key), found
     checkpoint = Checkpoint.open(found)
     checkpoint.check_files()
+    if "finetune" in checkpoint.metadata.state:
+        raise ValueError(f"`{key}` must be a pretrained model, but {found} is finetuned")
     if any(name.startswith("lm_head.") for name in checkpoint.metadata.run.get("initialized", ())):
         raise ValueError(f"`{key}` must have a trained masked-LM head, but {found} has one that its import has drawn")
     return checkpoint.model_config(), found.parent / TOKENIZER_FOLDER
@@ -114,6 +115,22 @@ def load_saved_tokenizer(folder: Path, config: TransformerConfig) -> Tokenizer |
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
     return load_tokenizer_at(folder, config.family)
+
+
+def check_saved_tokenizer(key: str, path: str, folder: Path, config: TransformerConfig, used: Tokenizer) -> None:
+    """Check that the model at `path`, whose tokenizer is in `folder`, was trained with the one `used`.
+
+    Raises:
+        ValueError: it has none there, or one that encodes otherwise.
+    """
+    own = load_saved_tokenizer(folder, config)
+    if own is None:
+        raise ValueError(f"`{key}` must have its tokenizer beside it, but there is none in {folder}")
+    if not own.encodes_as(used):
+        raise ValueError(
+            f"`{key}` must have the tokenizer of the run, but that in {folder} differs; tokenizer.path= or "
+            f"data=indexed with its tokenizer trains {path}'s students"
+        )
 
 
 def _load_ours(

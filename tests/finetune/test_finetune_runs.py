@@ -20,6 +20,7 @@ from lmscale.checkpoint import Checkpoint, latest_checkpoint
 from lmscale.config.finetune import FinetuneConfig, objective_of
 from lmscale.finetune.preparing import check_values, is_finished, prepare_job
 from lmscale.finetune.squad_score import score
+from lmscale.trained_model import describe_checkpoint
 
 OF_EVERY_RUN = {"steps", "num_updates", "num_skipped", "train_time", "train_cpu_time", "items_per_s"}
 
@@ -205,6 +206,8 @@ def test_predictions_have_the_benchmarks_format(runs, name: str, file: str, labe
 
 def test_scoring_a_finetuned_checkpoint_reproduces_its_scores(tmp_path, runs) -> None:
     trained = runs["race"]
+    with pytest.raises(ValueError, match="`teacher.path` must be a pretrained model, but .* is finetuned"):
+        describe_checkpoint(trained.run_dir, "teacher.path")
     again = make_run("race", tmp_path, Path(trained.run_dir), run="again", trainer__num_epochs=0)
     assert run_here(again) == 0
     assert np.array_equal(read_logits(again), read_logits(trained))

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from runs import read_rows, run_jobs, tiny_run, train_here
+from transformers import BertModel
 
-from lmscale.checkpoint import list_checkpoints
+from lmscale.checkpoint import Checkpoint, list_checkpoints, write_offline
 from lmscale.checkpoint.reshard import reshard
 from lmscale.hugging_face.conversion import export_hugging_face
 from lmscale.training.resolve import resolve
@@ -107,6 +108,26 @@ def test_a_damaged_teacher_ends_the_run_with_one_line(teacher, tmp_path, capfd) 
     file.write_bytes(data)
     assert train_here(tiny_run("gpt", tmp_path / "run", teacher={"path": str(tmp_path / "teacher")})) == 2
     assert "error: checkpoint step_1.ckpt is damaged: rank_0_of_1.safetensors" in capfd.readouterr().err
+
+
+def test_a_teacher_that_has_diverged_is_named_before_the_first_step(teacher, tmp_path, capfd) -> None:
+    """Its NaN would otherwise be that of the student's gradient, even with weight 0."""
+    checkpoint = Checkpoint.open(list_checkpoints(teacher / "gpt" / "checkpoints")[-1])
+    with checkpoint.reader() as reader:
+        tensors = [(key, reader.read(key).clone()) for key in sorted(checkpoint.metadata.tensors)]
+    dict(tensors)["model/transformer.layers.1.mlp.down.weight"][2, 3] = float("nan")
+    write_offline(tmp_path / "teacher", checkpoint.metadata, 1, tensors)
+    shutil.copytree(teacher / "gpt" / "checkpoints" / "tokenizer", tmp_path / "teacher" / "tokenizer")
+    settings = {"path": str(tmp_path / "teacher"), "weight": 0.0}
+    assert train_here(tiny_run("gpt", tmp_path / "run", teacher=settings)) == 2
+    assert "error: `teacher.path` must have finite weights, but transformer.layers.1.mlp" in capfd.readouterr().err
+
+
+def test_a_published_teacher_without_its_heads_is_refused(teacher, tmp_path) -> None:
+    export_hugging_face(teacher / "bert", tmp_path / "hf")
+    BertModel.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "hf")
+    message = refusal("bert", tmp_path, {"path": str(tmp_path / "hf")})
+    assert "`teacher.path` must be a whole pretrained model, but" in message and "lacks the heads cls.pred" in message
 
 
 def test_a_run_goes_on_with_the_same_teacher_alone_wherever_and_however_it_is_stored(teacher, tmp_path) -> None:

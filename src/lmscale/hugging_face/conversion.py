@@ -3,7 +3,7 @@
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,15 +177,7 @@ def import_hugging_face(
     with HuggingFaceReader(source, model=model) as reader:
         config = config_from_hf(reader.values, vocab_multiple)
         config.check_tensor_parallel(tp_size)
-        if config.num_layers > len(reader.names()):  # before the names are listed: it may be a billion
-            key = reader.model.their_key("num_layers")
-            raise CheckpointError(
-                f"`{key}` of config.json must be at most the {len(reader.names())} tensors of {reader.folder}, "
-                f"but is {config.num_layers}"
-            )
-        our_shapes = model_shapes(config, build)
-        pairs = [pair for pair in reader.model.pairs(config) if pair.ours in our_shapes]
-        fresh = _check_tensors(reader, pairs, our_shapes, config, initialize_missing_heads)
+        our_shapes, pairs, fresh = _match_tensors(reader, config, build, initialize_missing_heads)
         files = find_tokenizer(tokenizer, Path(source), config)
         entries = {f"model/{name}": _entry(reader, pairs, name, *found) for name, found in our_shapes.items()}
         metadata = CheckpointMetadata(
@@ -209,6 +201,23 @@ def import_hugging_face(
     return Path(target) / written.name
 
 
+def describe_hugging_face(reader: HuggingFaceReader, key: str) -> TransformerConfig:
+    """The configuration of a model that `import_hugging_face` takes, heads included; reads no weights.
+
+    Args:
+        key: of the folder in the configuration, for messages.
+
+    Raises:
+        ValueError: as `import_hugging_face`, but with the key, and not for weights that compute otherwise.
+    """
+    config = config_from_hf(reader.values)
+    try:
+        _match_tensors(reader, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"`{key}` must be a whole pretrained model, but {error}") from None
+    return config
+
+
 def _entry(
     reader: HuggingFaceReader, pairs: list[TensorPair], name: str, shape: tuple[int, ...], dim: int | None
 ) -> TensorEntry:
@@ -216,18 +225,25 @@ def _entry(
     return TensorEntry(shape, functools.reduce(torch.promote_types, found, torch.float32), dim)
 
 
-def _check_tensors(
+def _match_tensors(
     reader: HuggingFaceReader,
-    pairs: list[TensorPair],
-    our_shapes: dict[str, Shape],
     config: TransformerConfig,
-    may_initialize: bool,
-) -> set[str]:
-    """Every tensor of theirs has a place in ours with the right shape, and the other way round.
+    build: Callable[..., Any] = meta_model,
+    may_initialize: bool = False,
+) -> tuple[dict[str, Shape], list[TensorPair], set[str]]:
+    """Check that every tensor of theirs has a place in ours with the right shape, and the other way round.
 
     Returns:
-        our names of the tensors that must be initialized.
+        our shapes, the pairs, and our names of the tensors that must be initialized.
     """
+    if config.num_layers > len(reader.names()):  # before the names are listed: it may be a billion
+        key = reader.model.their_key("num_layers")
+        raise CheckpointError(
+            f"`{key}` of config.json must be at most the {len(reader.names())} tensors of {reader.folder}, "
+            f"but is {config.num_layers}"
+        )
+    our_shapes = model_shapes(config, build)
+    pairs = [pair for pair in reader.model.pairs(config) if pair.ours in our_shapes]
     known = {pair.theirs for pair in pairs} | reader.check_aliases()
     unexpected = sorted(reader.name_in_file(name) for name in reader.names() - known)
     if unexpected:
@@ -243,7 +259,8 @@ def _check_tensors(
     if missing and not may_initialize:
         names = list_some(sorted(pair.theirs for pair in missing))
         raise CheckpointError(
-            f"{reader.folder} lacks the heads {names}; initialize_missing_heads=true begins them anew, untrained"
+            f"{reader.folder} lacks the heads {names}; src/convert.py with initialize_missing_heads=true begins them "
+            "anew, untrained"
         )
     for pair in pairs:
         if pair in missing:
@@ -252,7 +269,7 @@ def _check_tensors(
         if reader.shape(pair.theirs) != expected:
             name = reader.name_in_file(pair.theirs)
             raise CheckpointError(f"tensor {name} must be {expected}, but is {reader.shape(pair.theirs)}")
-    return {pair.ours for pair in missing}
+    return our_shapes, pairs, {pair.ours for pair in missing}
 
 
 def _read_ours(

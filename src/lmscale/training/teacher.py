@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import METADATA, Checkpoint, find_given, model_differences
 from ..config import TransformerConfig
-from ..config.checks import refuse
+from ..config.checks import list_some, refuse
 from ..config.family import load
 from ..config.from_dict import keys_of
 from ..config.pretrain import RunConfig
@@ -21,7 +22,7 @@ from ..config.teacher import TeacherConfig
 from ..data.prepare import PreparedCorpus
 from ..data.teacher_cache import TeacherCache, sample_facts
 from ..parallel import CachedTargets, ProjectedTargets, SoftTargets
-from ..trained_model import describe_checkpoint, load_model, load_saved_tokenizer
+from ..trained_model import LoadedModel, check_saved_tokenizer, describe_checkpoint, load_model
 from .run import Run
 from .session import RankSession
 from .step.training_module import DTYPES
@@ -111,16 +112,9 @@ class CheckedTeacher:
             fewest = self.cache.facts["vocab_size"]
             if model.vocab_size < fewest:
                 refuse("model.vocab_size", f"at least {fewest}, the ids of `teacher.cache`", model.vocab_size)
-        if self.config is None:
-            return
-        key, path, own = "teacher.path", self.settings.path, load_saved_tokenizer(self.folder, self.config)
-        if own is None:
-            raise ValueError(f"`{key}` must have its tokenizer beside it, but there is none in {self.folder}")
-        if not own.encodes_as(corpus.load_tokenizer()):
-            raise ValueError(
-                f"`{key}` must have the tokenizer of the run, but that in {self.folder} differs; tokenizer.path= or "
-                f"data=indexed with its tokenizer trains {path}'s students"
-            )
+        if self.config is not None:
+            place = self.settings.path, self.folder, self.config
+            check_saved_tokenizer("teacher.path", *place, corpus.load_tokenizer())
 
     def load(self, run: Run, session: RankSession) -> Teacher:
         """The teacher on this rank; communicates as `load_model`."""
@@ -136,6 +130,7 @@ class CheckedTeacher:
             adapt=lambda config: replace(config, recompute="none", **shared),
             kernels=replace(run.kernels, float8=False, cuda_graphs=False),
         )
+        session.strategy.ranks.agree(partial(_check_finite, loaded))
         return Teacher(self.settings, loaded.model, min(self.config.vocab_size, run.model.vocab_size))
 
 
@@ -170,6 +165,13 @@ def check_teacher(run: RunConfig) -> CheckedTeacher:
     return CheckedTeacher(settings, config, folder, _origin(path, config) if cache is None else cache.origin, cache)
 
 
+def _check_finite(loaded: LoadedModel) -> None:
+    """Refuse a teacher that has diverged, before its first loss looks like that of the student."""
+    for name, param in loaded.model.named_parameters():
+        if not param.isfinite().all():
+            raise ValueError(f"`teacher.path` must have finite weights, but {name} in {loaded.path} has others")
+
+
 def _open_cache(run: RunConfig) -> TeacherCache:
     """The cache of a run, complete and of its samples; a sample does not depend on the batch that it is in."""
     cache, size = TeacherCache.open(run.teacher.cache), run.global_batch_size
@@ -179,9 +181,9 @@ def _open_cache(run: RunConfig) -> TeacherCache:
     if needed > there or (is_exact and needed < there):
         rule = f"{'' if is_exact else 'at most '}{there // size}, as `teacher.cache` has {there:,} samples"
         refuse("trainer.max_steps", rule + ", shuffled for that number" * is_exact, run.trainer.max_steps)
-    if missing := cache.missing():
-        first = f"{len(missing)} parts are missing or cut short, such as {cache.path(missing[0])}"
-        raise ValueError(f"`teacher.cache` must be complete, but {first}; the command that began it writes them")
+    if missing := [cache.path(part).name for part in cache.missing()]:
+        where = f"in {cache.folder} parts are missing or cut short: {list_some(missing)}"
+        raise ValueError(f"`teacher.cache` must be complete, but {where}; the command that began it writes them")
     return cache
 
 
@@ -189,10 +191,7 @@ def _origin(path: str, config: TransformerConfig) -> str:
     """A hash of the model's configuration and of weights: of ours those that no rank cuts, of others the files."""
     found = find_given("teacher.path", path)
     if (found / METADATA).is_file():
-        metadata = Checkpoint.open(found).metadata
-        if "finetune" in metadata.state:
-            raise ValueError(f"`teacher.path` must be a pretrained model, but {path} is finetuned")
-        tensors = metadata.tensors.items()
+        tensors = Checkpoint.open(found).metadata.tensors.items()
         sums = {key: [piece.checksum for piece in each.pieces] for key, each in tensors if each.shard_dim is None}
         sums = {key: value for key, value in sums.items() if key.startswith("model/")}
     else:
