@@ -31,8 +31,13 @@ def records(cache: TeacherCache, part: int) -> np.ndarray:
     return made
 
 
+def begin(folder: Path, facts: dict = FACTS) -> tuple[TeacherCache, list[int]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    return TeacherCache.begin(folder, facts)
+
+
 def fill(folder: Path, facts: dict = FACTS) -> TeacherCache:
-    cache, missing = TeacherCache.begin(folder, facts)
+    cache, missing = begin(folder, facts)
     for part in missing:
         cache.write(part, records(cache, part))
     return cache
@@ -136,12 +141,12 @@ def test_another_command_does_not_continue_a_cache(name, value, tmp_path) -> Non
     before = contents(fill(tmp_path / "cache").folder)
     message = f"`{name}` must be {FACTS[name]}, that of the cache in .*cache, but is {value}"
     with pytest.raises(ValueError, match=message):
-        TeacherCache.begin(tmp_path / "cache", FACTS | {name: value})
+        begin(tmp_path / "cache", FACTS | {name: value})
     assert contents(tmp_path / "cache") == before
 
 
 def _fill_until_killed(folder: Path, survives: int) -> None:
-    cache, missing = TeacherCache.begin(folder, FACTS)
+    cache, missing = begin(folder)
     for part in missing[:survives]:
         cache.write(part, records(cache, part))
     os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
@@ -155,13 +160,13 @@ def test_the_same_command_continues_after_a_kill_with_equal_bytes(tmp_path) -> N
         process.start()
         process.join()
         assert process.exitcode == -signal.SIGKILL
-    cache, missing = TeacherCache.begin(tmp_path / "cache", FACTS)
+    cache, missing = begin(tmp_path / "cache", FACTS)
     assert missing == list(range(24, 50))
     assert contents(fill(cache.folder).folder) == whole
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch) -> None:
-    cache, _ = TeacherCache.begin(tmp_path / "cache", FACTS)
+    cache, _ = begin(tmp_path / "cache", FACTS)
     for part in (0, 1):
         cache.write(part, records(cache, part))
     with monkeypatch.context() as patch:
@@ -181,12 +186,12 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, monkeypatch) -> Non
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path) -> None:
     message = r"`output` must be on a disk with [\d,]{15,} bytes free, but is .*, where [\d,]+ are"
     with pytest.raises(ValueError, match=message):
-        TeacherCache.begin(tmp_path / "cache", FACTS | {"num_samples": 2**12, "rows": 2**26})
+        begin(tmp_path / "cache", FACTS | {"num_samples": 2**12, "rows": 2**26})
     assert contents(tmp_path / "cache") == {}
 
 
 def test_predictions_that_are_not_numbers_are_refused(tmp_path) -> None:
-    cache, _ = TeacherCache.begin(tmp_path / "cache", FACTS)
+    cache, _ = begin(tmp_path / "cache", FACTS)
     poisoned = records(cache, 3)
     poisoned["log_p"][-1, -1, 0] = np.nan
     with pytest.raises(ValueError, match=f"`ckpt` must predict numbers, .* of sample {cache.samples(3)[-1]} are nan"):

@@ -11,20 +11,23 @@ import warm
 from ranks import run_in_turn, run_ranks
 from runs import REPOSITORY, assert_equal_runs, read_rows, run_jobs, tiny_run, train_here
 
+from lmscale.checkpoint import list_checkpoints
 from lmscale.config.teacher import CacheConfig
 from lmscale.data import teacher_cache
 from lmscale.data.teacher_cache import TeacherCache
 from lmscale.evaluation import cache_job
+from lmscale.runtime import run_lock
+from lmscale.runtime.run_lock import RunLock
 from lmscale.training.resolve import resolve
 
 FAMILIES = ("gpt", "bert")
 STEPS, BATCH, T = 4, 8, 2.0
 
 
-def cache_config(teacher: Path, output: Path, **changes) -> CacheConfig:
+def cache_config(teacher: Path, written_to: Path, **changes) -> CacheConfig:
     values = {
         "ckpt": str(teacher),
-        "output": str(output),
+        "output": str(written_to),
         "top_k": 9,
         "temperature": T,
         "data": {"kind": "embedded", "seq_length": 33},
@@ -174,7 +177,7 @@ def test_a_run_that_the_cache_does_not_fit_is_refused_in_one_line(
 def test_shuffled_documents_other_texts_and_a_smaller_vocabulary_are_refused(
     facts, changes, words, folder, tmp_path
 ) -> None:
-    cache, missing = TeacherCache.begin(tmp_path / "cache", TeacherCache.open(folder / "gpt_1").facts | facts)
+    cache, missing = TeacherCache.begin(tmp_path, TeacherCache.open(folder / "gpt_1").facts | facts)
     for part in missing:
         cache.write(part, np.zeros(len(cache.samples(part)), cache.record))
     with pytest.raises(ValueError, match=words):
@@ -194,12 +197,12 @@ def test_an_incomplete_cache_is_refused_and_a_damaged_one_ends_the_run(folder, t
     data = bytearray(part.read_bytes())
     part.unlink()
     with pytest.raises(
-        ValueError, match="`teacher.cache` must be complete, but 1 parts are .*part_00005.bin; the comm"
+        ValueError, match="must be complete, but in .*cache parts are missing or cut short: part_00005.bin; the comm"
     ):
         resolve(run)
     data[7] ^= 1
     part.write_bytes(data)
-    with pytest.raises(ValueError, match="part_00005.bin lacks sample 5 or is damaged there"):
+    with pytest.raises(ValueError, match="part_00005.bin lacks sample 5 or is damaged there; without this file, "):
         train_here(run)
 
 
@@ -209,7 +212,11 @@ def test_an_incomplete_cache_is_refused_and_a_damaged_one_ends_the_run(folder, t
         ({"top_k": 601}, "`top_k` must be at most the teacher's 600 ids, but is 601"),
         ({"data": {"kind": "embedded", "seq_length": 34}}, "`data.seq_length` must be at most the teacher's 33 pos"),
         ({"parallel": {"tp_size": 3}}, "`num_attention_heads` .*3"),
-        ({"tokenizer": {"kind": "trained", "vocab_size": 500}}, "`tokenizer.path` must be that of the checkpoint"),
+        (
+            {"tokenizer": {"kind": "trained", "vocab_size": 500}},
+            "`ckpt` must have the tokenizer of the run, but ",
+        ),
+        ({"output": __file__}, "`output` must be a folder that can be used, but .*.py cannot: .* File exists"),
         ({"precision": {"dtype": "fp8"}}, "`precision` must be one of fp64, fp32, bf16, fp16"),
         (
             {"data": {"kind": "embedded", "seq_length": 33, "num_workers": 2}},
@@ -222,6 +229,27 @@ def test_an_incomplete_cache_is_refused_and_a_damaged_one_ends_the_run(folder, t
 def test_a_command_that_does_not_fit_is_refused(changes: dict, words: str, folder) -> None:
     with pytest.raises(ValueError, match=words):
         compute(cache_config(folder / "gpt_teacher", folder / "gpt_1", **changes))
+
+
+def test_a_teacher_without_its_tokenizer_is_refused(folder, tmp_path) -> None:
+    shutil.copytree(list_checkpoints(folder / "gpt_teacher" / "checkpoints")[-1], tmp_path / "step_2.ckpt")
+    with pytest.raises(ValueError, match="`ckpt` must have its tokenizer beside it, but there is none in"):
+        compute(cache_config(tmp_path / "step_2.ckpt", tmp_path / "cache"))
+
+
+def test_one_command_writes_a_cache_and_a_refused_one_leaves_nothing(folder, tmp_path, monkeypatch) -> None:
+    config = cache_config(folder / "gpt_teacher", tmp_path / "cache")
+    monkeypatch.setattr(run_lock, "_PATIENCE_S", 0.0)
+    lock = RunLock()
+    lock.take(tmp_path / "cache")
+    with pytest.raises(ValueError, match="`output` must be a folder of one job, but .*cache is in use by another job"):
+        compute(config)
+    lock.release()
+    full = shutil.disk_usage(tmp_path)._replace(free=99)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="`output` must be on a disk with"):
+        patch.setattr(shutil, "disk_usage", lambda path: full)
+        compute(config)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_parts_that_exist_are_kept_and_the_others_are_computed_again(folder, tmp_path) -> None:

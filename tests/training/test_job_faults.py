@@ -224,7 +224,8 @@ def test_a_second_job_in_the_same_run_folder_is_refused_and_the_first_continues(
         second = train(*LONG_RUN, f"hydra.run.dir={tmp_path}", "resume=auto")
         assert second.returncode == USER_ERROR
         assert second.stderr.startswith(
-            f"error: `hydra.run.dir` must be a folder of one job, but {tmp_path} is in use by another job (process {process.pid} on"
+            "error: `hydra.run.dir` must be a folder of one job, "
+            f"but {tmp_path} is in use by another job (process {process.pid} on"
         )
         assert second.stdout == ""  # before anything has started
         fresh = train(*LONG_RUN, f"hydra.run.dir={tmp_path}")

@@ -208,7 +208,8 @@ def test_a_folder_in_use_is_refused_by_name_until_its_process_is_killed(tmp_path
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "locked\n"
-        expected = f"`hydra.run.dir` must be a folder of one job, but {tmp_path} is in use by another job (process {holder.pid} on {os.uname().nodename})"
+        owner = f"process {holder.pid} on {os.uname().nodename}"
+        expected = f"`hydra.run.dir` must be a folder of one job, but {tmp_path} is in use by another job ({owner})"
         with pytest.raises(ValueError) as refusal:
             check_not_in_use(tmp_path)
         assert str(refusal.value).startswith(expected + "; wait for it, or")

@@ -63,6 +63,9 @@ class TeacherCache:
     def begin(cls, folder: Path, facts: dict[str, Any]) -> tuple[Self, list[int]]:
         """The cache of these facts, new or begun by an earlier command, and its parts that are not written yet.
 
+        Args:
+            folder: exists, and no other command writes into it.
+
         Raises:
             OSError: the folder cannot be written.
             ValueError: it has the cache of another command, or too little space.
@@ -70,7 +73,6 @@ class TeacherCache:
         whole, size = facts["num_samples"], cls(folder, facts).record.itemsize
         length = max(1, min(PART_BYTES // size, -(-whole // MOST_PARTS_OF_SMALL)))
         cache = cls(folder, facts | {"part_samples": length})
-        folder.mkdir(parents=True, exist_ok=True)
         if (folder / MANIFEST).exists():
             cls.open(folder, "output").check(cache.facts)
         elif any(not entry.name.startswith(".") for entry in folder.iterdir()):
@@ -156,7 +158,8 @@ class TeacherCache:
             if row[-8:].tobytes() != self._checksum(number, row):
                 path = self.path(part)
                 raise ValueError(
-                    f"`teacher.cache` must be intact, but {path} lacks sample {number} or is damaged there"
+                    f"`teacher.cache` must be intact, but {path} lacks sample {number} or is damaged there; without "
+                    "this file, the command that began the cache writes it again"
                 )
         found = rows.view(self.record)[:, 0]
         return {"teacher_log_p": found["log_p"], "teacher_ids": found["ids"].astype(np.int64)}

@@ -17,11 +17,11 @@ from ..data.loading import Batch, References, as_tensors, cut_step, scored_rows
 from ..data.prepare import PreparedCorpus, check_corpus, prepare_corpus
 from ..data.sampler import RunSamples
 from ..data.teacher_cache import TeacherCache, sample_facts
-from ..data.tokenizer import choose_tokenizer
 from ..parallel import ProjectedTargets
 from ..runtime.accelerator import resolve_accelerator
 from ..runtime.exit_codes import DONE
-from ..trained_model import describe_checkpoint, load_model, load_saved_tokenizer
+from ..runtime.run_lock import RunLock
+from ..trained_model import check_saved_tokenizer, describe_checkpoint, load_model
 from .loading import DTYPES
 from .ranks import RankPlace, run_on_rank
 
@@ -58,7 +58,7 @@ def prepare(config: CacheConfig) -> CacheJob:
     require(config, "data.seq_length", f"at most the teacher's {longest} positions", data.seq_length <= longest)
     check_corpus(data, model.family)
     corpus = prepare_corpus(data, config.tokenizer, model.family, most)
-    choose_tokenizer(corpus.load_tokenizer(), load_saved_tokenizer(folder, model), model, config.ckpt)
+    check_saved_tokenizer("ckpt", config.ckpt, folder, model, corpus.load_tokenizer())
     is_masked = model.traits.scored_share < 1
     facts = {
         "tokenizer": corpus.manifest["tokenizer"][:16],
@@ -77,7 +77,16 @@ def prepare(config: CacheConfig) -> CacheJob:
 @record
 def compute(job: CacheJob) -> int:
     """Compute this rank's parts; returns the exit code, see `run_on_rank`."""
-    return run_on_rank(partial(_compute, job), job.config.accelerator, Layout(**vars(job.config.parallel)))
+    return run_on_rank(partial(_compute_alone, job), job.config.accelerator, Layout(**vars(job.config.parallel)))
+
+
+def _compute_alone(job: CacheJob, place: RankPlace) -> int:
+    lock = RunLock("output")
+    try:
+        place.ranks.agree(partial(lock.take, Path(job.config.output)), first_rank_only=True)
+        return _compute(job, place)
+    finally:
+        lock.release()
 
 
 def _compute(job: CacheJob, place: RankPlace) -> int:
