@@ -1,16 +1,20 @@
 """Run an entry point from a study's script, and leave no process behind."""
 
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def run_python(script: str | Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess:
@@ -50,6 +54,58 @@ def run_python(script: str | Path, *arguments: str, **options: Any) -> subproces
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args, output)
     return subprocess.CompletedProcess(process.args, 0, output)
+
+
+def run_cell(arguments: Sequence[str], log: Path, codes: Sequence[int] = (0,)) -> tuple[int, resource.struct_rusage]:
+    """Run a cell of a study on one thread, from any thread of this process, with which it ends.
+
+    Args:
+        arguments: a script, relative to the clone, and what it is given.
+        log: takes the output.
+        codes: exit codes that are no error.
+
+    Returns:
+        the exit code, and what the process used.
+
+    Raises:
+        RuntimeError: it ended with another exit code.
+    """
+    with open(log, "w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / arguments[0]), *arguments[1:]],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_parent,
+        )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait for it again
+    if process.returncode not in codes:
+        raise RuntimeError(f"{log.stem} ended with code {process.returncode}; see {log}")
+    return process.returncode, usage
+
+
+def _end_with_parent() -> None:
+    """Let Linux kill the run with this script: the next start would meet it in the same folder."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def run_chains(chains: Sequence[Sequence[Any]], run: Callable[[Any], None], jobs: int) -> None:
+    """Run the cells of each chain in order, `jobs` chains at a time, first chains first.
+
+    Raises:
+        RuntimeError: that of the first cell that failed. Cells that run beside it end first; others do not start.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        started = [pool.submit(lambda chain=chain: [run(cell) for cell in chain]) for chain in chains]
+        try:
+            for each in started:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 class Subprocess:

@@ -10,17 +10,12 @@ records of a study are lines of one file in the folder `--records`, which `decid
 """
 
 import argparse
-import ctypes
 import itertools
 import json
-import os
 import resource
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 from omegaconf import OmegaConf
 
+from analysis import running
 from analysis.norm_order.run_folder import (
     NATS,
     NATS_PER_TOKEN,
@@ -43,16 +39,14 @@ from analysis.report.records import add_line, read_lines
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, path_argument, record_path, write_record
 
-ROOT = Path(__file__).resolve().parents[2]
 CELLS, RECORDS = Path(__file__).with_name("cells.yaml"), Path(__file__).with_name("records")
-SWEEP = OmegaConf.load(ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
+SWEEP = OmegaConf.load(running.ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
 FILES = {"first": "norm_order.jsonl", "second": "study.jsonl"}
 USUAL = {"family": "bert", "data": "embedded", "precision": "fp32"}  # what a cell's ID leaves out
 RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.gz'", "data.text_field=article")
 DATA = {"embedded": (), "race": (*RACE, "trainer.num_validation_samples=2048")}
 FAMILIES = {"bert": (), "gpt": ("model=gpt_tiny",)}
 DIVERGED = 3  # exit code of a run without finite gradients
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # Of a record's configuration; the first study's has no hash and no statistics.
 COMPARED = ("losses_sha256", "curve", "validation", "gradient_norms", "statistics", "corpus")
 
@@ -108,28 +102,9 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
     run_dir = outputs / cell.name
     print(f"--- {cell.name}", flush=True)
     shutil.rmtree(run_dir, ignore_errors=True)
-    command = [sys.executable, str(ROOT / "src" / "train.py"), *cell.overrides(), *more, f"hydra.run.dir={run_dir}"]
-    with open(outputs / f"{cell.name}.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    process.returncode = code  # so that Popen does not wait for it again
-    if code not in (0, DIVERGED):
-        raise RuntimeError(f"{cell.name} ended with code {code}; see {log.name}")
+    arguments = ["src/train.py", *cell.overrides(), *more, f"hydra.run.dir={run_dir}"]
+    code, usage = running.run_cell(arguments, outputs / f"{cell.name}.log", codes=(0, DIVERGED))
     return describe_cell(cell, more, run_dir, code == DIVERGED, usage)
-
-
-def _end_with_parent() -> None:
-    """Let Linux kill the run with this script: the next start deletes the folder that it would go on writing to."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe_cell(
@@ -161,20 +136,13 @@ def run_missing(cells: Sequence[Cell], more: Sequence[str], jobs: int, outputs: 
     """Run cells in order, `jobs` at a time, and append their records.
 
     Raises:
-        RuntimeError: a run ended with an error. The cells that run beside it end first; the others do not start.
+        RuntimeError: see `running.run_chains`.
     """
 
     def run(cell: Cell) -> None:
         add_line(path, cell.name, run_cell(cell, more, outputs))
 
-    with ThreadPoolExecutor(jobs) as pool:
-        started = [pool.submit(run, cell) for cell in cells]
-        try:
-            for each in started:
-                each.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    running.run_chains([[cell] for cell in cells], run, jobs)
 
 
 def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any], outputs: Path) -> int:
@@ -203,7 +171,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
-    parser.add_argument("--outputs", type=path_argument, default=ROOT / "outputs" / "norm_order", help="run folders")
+    parser.add_argument(
+        "--outputs", type=path_argument, default=running.ROOT / "outputs" / "norm_order", help="run folders"
+    )
     parser.add_argument("--records", type=path_argument, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
     if options.jobs < 1:
