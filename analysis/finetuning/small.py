@@ -103,16 +103,17 @@ def import_bert(folder: Path) -> Path:
     return folder
 
 
-def cut_squad(source: Path, folder: Path) -> dict[str, Path]:
+def cut_squad(source: Path, folder: Path, task: str = "squad_v1") -> dict[str, Path]:
     """Split a file into articles for training and for scoring, in the official format."""
-    content = json.loads((source / "squad/dev-v1.1.shared.json").read_text(encoding="utf-8"))
+    file = source / "squad" / f"dev-{ {'squad_v1': 'v1.1', 'squad_v2': 'v2.0'}[task] }.shared.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
     last = SQUAD_DEV_STRIDE - 1
     parts: dict[str, list] = {"train": [], "dev": []}
     for number, article in enumerate(content["data"]):
         parts["dev" if number % SQUAD_DEV_STRIDE == last else "train"].append(article)
     paths = {}
     for name, articles in parts.items():
-        paths[name] = folder / f"squad_{name}.json"
+        paths[name] = folder / f"{task}_{name}.json"
         text = json.dumps({"version": content["version"], "data": articles}, ensure_ascii=False)
         paths[name].write_text(text, encoding="utf-8")
     return paths
