@@ -1,0 +1,227 @@
+"""What the miniature of the paper shows: its tables, from the records, and the tests of plan.md.
+
+python analysis/miniature/decide.py                       # the study; writes its summary beside the records
+python analysis/miniature/decide.py --records FILE        # a repetition, whose summary is beside its records
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
+
+import numpy as np
+import pandas as pd
+import yaml
+from scipy import stats
+
+from analysis.miniature import run
+from analysis.norm_order.hypotheses import LEVEL, holm
+from analysis.report.records import read_lines
+from lmscale.cli.errors import one_line_errors
+from lmscale.config import TransformerConfig
+from lmscale.config.finetune import objective_of
+from lmscale.planner.flops import model_flops_per_step, teacher_flops
+from lmscale.planner.params import count_parameters
+from lmscale.results import existing_path, new_record, write_record
+
+PRIMARY = {"MNLI and QQP": ["mnli", "qqp"], "QNLI": ["qnli"], "SST-2": ["sst2"]}
+MEASURED = {  # of a GPT or a BERT: task, its metric, and what is shown of it
+    "wikitext103": ("wikitext103", "wikitext103/perplexity", float),
+    "lambada": ("lambada", "lambada_openai/perplexity_last_word", lambda value: -math.log(value)),
+    "lambada_accuracy": ("lambada", "lambada_openai/accuracy_last_word", float),
+    "blimp": ("blimp", "blimp/accuracy", float),
+}
+UNITS = {"loss": "nats/token", "wikitext103": "WikiText103 perplexity", "lambada": "nats/word", "flops": "FLOPs"}
+MODEL = ["arm", "width"]
+
+
+def models(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+    """One row per scored pretraining.
+
+    Returns:
+        arm, width, seed; loss (validation, nats per scored token); parameters, without embeddings; flops of the
+        training, a teacher's forward passes included; wikitext103 (perplexity), lambada (mean log-probability of the
+        last word, nats), lambada_accuracy and blimp (%), nan where they have no record.
+    """
+    rows, pretrained = [], [name.split("/") for name in records if name.startswith("pretrain/")]
+    widths = sorted({int(width) for _, _, width, _ in pretrained})
+    for kind, arm, *place in pretrained:
+        record = records["/".join([kind, arm, *place])]
+        config, steps = record["config"], record["metrics"]["steps"]["value"]
+        model = TransformerConfig.from_dict(config["model"])
+        sizes = model.max_position_embeddings, config["global_batch_size"]
+        per_step, counts = model_flops_per_step(model, *sizes), count_parameters(model)
+        if config["teacher"]["path"] is not None:
+            teacher = records[f"pretrain/gpt_pre/{widths[1]}/{place[1]}"]["config"]["model"]
+            per_step += teacher_flops([TransformerConfig.from_dict(teacher)], *sizes)
+        row = {"arm": arm, "width": int(place[0]), "seed": int(place[1]), "loss": run.loss_of(record)}
+        row["parameters"] = counts.total - counts.parts["word embedding"] - counts.parts["position embedding"]
+        row["flops"] = steps * per_step
+        for column, (task, metric, shown) in MEASURED.items():
+            found = records.get("/".join([task, arm, *place]))
+            row[column] = math.nan if found is None else shown(found["metrics"][metric]["value"])
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values([*MODEL, "seed"], ignore_index=True)
+
+
+def finetunings(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+    """One row per finetuning: task, arm (`random`: from random weights), width, model (its seed), seed, score (%)."""
+    rows = []
+    for name, record in records.items():
+        task, arm, *place = name.split("/")
+        if "task" in record["config"]:
+            width, seed = map(int, place)
+            model = seed if arm == "random" else int(record["config"]["ckpt"].rpartition("/")[2])
+            score = record["metrics"][objective_of(record["config"]["task"])]["value"]
+            rows.append({"task": task, "arm": arm, "width": width, "model": model, "seed": seed, "score": score})
+    return pd.DataFrame(rows, columns=["task", *MODEL, "model", "seed", "score"])
+
+
+def by_model(scores: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
+    """The mean score in several tasks, one row per pretraining that was finetuned on all."""
+    some = scores[scores["task"].isin(tasks)].pivot_table(index=[*MODEL, "model"], columns="task", values="score")
+    return some.reindex(columns=tasks).dropna().mean(axis=1).rename("score").reset_index()
+
+
+def order(values: pd.Series, widths: pd.Series) -> dict[str, float]:
+    """Whether values rise with the width: the larger p of one-sided t tests between neighbouring widths.
+
+    All widths share one variance, that of the widths with several values.
+
+    Returns:
+        `effect`, the smallest rise; its p; `spread`, the standard deviation; `freedom`.
+    """
+    groups = [group for _, group in values.groupby(widths)]
+    freedom = sum(len(group) - 1 for group in groups)
+    spread = math.sqrt(sum(((group - group.mean()) ** 2).sum() for group in groups) / freedom)
+    rises = [
+        (b.mean() - a.mean(), math.sqrt(1 / len(a) + 1 / len(b))) for a, b in zip(groups, groups[1:], strict=False)
+    ]
+    p = max(float(stats.t.sf(rise / (spread * scale), freedom)) for rise, scale in rises)
+    return {"effect": min(rise for rise, _ in rises), "p": p, "spread": spread, "freedom": freedom}
+
+
+def paired(losses: pd.DataFrame, first: str, second: str, alternative: str) -> dict[str, float]:
+    """A paired t test over seeds of the loss of one arm minus another's, at the first width."""
+    by_seed = losses[losses["width"] == losses["width"].min()].pivot(index="seed", columns="arm", values="loss")
+    test = stats.ttest_rel(by_seed[first], by_seed[second], alternative=alternative)
+    difference = by_seed[first] - by_seed[second]
+    found = {"effect": difference.mean(), "p": float(test.pvalue), "spread": difference.std()}
+    return found | {"freedom": len(difference) - 1}
+
+
+def decide(cells: pd.DataFrame, scores: pd.DataFrame, is_complete: bool) -> list[dict[str, Any]]:
+    """The nine tests of `plan.md`; before all cells have run, with p = 1.
+
+    Returns:
+        per test `claim`, `unit`, `effect`, `p`, `spread`, `freedom`, `p_holm` and `decision`.
+    """
+
+    def rises(arm: str, column: str, sign: int = 1) -> Callable[[], dict[str, float]]:
+        return lambda: order(sign * of(cells, arm)[column], of(cells, arm)["width"])
+
+    def tuned(tasks: list[str]) -> dict[str, float]:
+        found = of(by_model(scores, tasks), "bert_pre")
+        return order(found["score"], found["width"])
+
+    planned = {
+        "a larger GPT has a lower loss": ("nats", rises("gpt_pre", "loss", -1)),
+        "a larger GPT has a higher BLiMP score": ("points", rises("gpt_pre", "blimp")),
+        "a larger BERT has a lower loss": ("nats", rises("bert_pre", "loss", -1)),
+        "a larger BERT has a higher BLiMP score": ("points", rises("bert_pre", "blimp")),
+        **{
+            f"a larger BERT has a higher score in {what}": ("points", lambda tasks=tasks: tuned(tasks))
+            for what, tasks in PRIMARY.items()
+        },
+        "at equal tokens a teacher lowers the loss": (
+            "nats",
+            lambda: paired(cells, "gpt_distilled", "gpt_pre", "less"),
+        ),
+        "at equal FLOPs a teacher changes the loss": (
+            "nats",
+            lambda: paired(cells, "gpt_distilled", "gpt_long", "two-sided"),
+        ),
+    }
+    tests = []
+    for claim, (unit, test) in planned.items():
+        found = test() if is_complete else {"effect": math.nan, "p": 1.0, "spread": math.nan, "freedom": 0}
+        tests.append({"claim": claim, "unit": unit} | found)
+    for test, p_holm in zip(tests, holm([test["p"] for test in tests]), strict=True):
+        decision = "supported" if p_holm < LEVEL else "not supported"
+        test |= {"p_holm": p_holm, "decision": decision if is_complete else "not decided: cells are missing"}
+    return tests
+
+
+def of(rows: pd.DataFrame, arm: str) -> pd.DataFrame:
+    """The rows of an arm."""
+    return rows[rows["arm"] == arm]
+
+
+def association(cells: pd.DataFrame, scores: pd.DataFrame) -> tuple[float, int]:
+    """Spearman's correlation of BERT's loss with its mean primary score, and the number of pretrainings."""
+    means = by_model(scores, [task for tasks in PRIMARY.values() for task in tasks])
+    both = cells.merge(means, left_on=[*MODEL, "seed"], right_on=[*MODEL, "model"])
+    return float(stats.spearmanr(both["loss"], both["score"]).statistic), len(both)
+
+
+def summarize(records: Mapping[str, dict[str, Any]], left: list[str]) -> dict[str, Any]:
+    """The record of the study: means over seeds, the ensembles' scores, the correlation, the time, and the tests."""
+    cells, scores, metrics = models(records), finetunings(records), {}
+    for (arm, width), group in cells.groupby(MODEL):
+        for column in ("loss", "flops", *MEASURED):
+            values = group[column].dropna()
+            if len(values):
+                metrics[f"{arm}/{width}/{column}"] = {"value": float(values.mean()), "unit": UNITS.get(column, "%")}
+    for name, record in records.items():  # Table 5 prints several metrics of a task
+        task, arm, *place = name.split("/")
+        if "task" in record["config"] or task == "ensemble":
+            where = f"{task}_{place[-1]}" if task == "ensemble" else f"{arm}/{place[0]}"
+            for metric, entry in record["metrics"].items():
+                if entry["unit"] == "%":
+                    metrics.setdefault(f"{where}/{metric}", []).append(entry["value"])
+    metrics = {
+        name: {"value": float(np.median(found)), "unit": "%"} if isinstance(found, list) else found
+        for name, found in metrics.items()
+    }
+    correlation, number = association(cells, scores) if not left else (math.nan, 0)
+    metrics["association"] = {"value": correlation, "unit": f"Spearman's rho of {number} pretrainings"}
+    times = [record["metrics"].get("cpu_time", {}).get("value", 0.0) for record in records.values()]
+    metrics["cpu_time"] = {"value": sum(times) / 3600, "unit": "core-hours"}
+    config = {"tests": decide(cells, scores, not left), "cells": len(records), "left": len(left)}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("miniature", "scaled_down", config, 1, metrics, device="cpu", layout=layout)
+
+
+@one_line_errors()
+def main() -> int:
+    """Print the tables and the tests, and write the summary."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--records", type=existing_path, default=run.RECORDS, help="file of the cells' records")
+    options = parser.parse_args()
+    records = read_lines(options.records)
+    plan = yaml.safe_load(run.CELLS.read_text(encoding="utf-8"))
+    left = [cell.name for cell in run.Study(plan, Path(), Path(), records).cells() if cell.name not in records]
+    cells, scores = models(records), finetunings(records)
+    print(cells.groupby(MODEL).mean().drop(columns="seed").to_string(float_format="{:.4g}".format))
+    print(
+        scores.pivot_table(index=["task", "arm"], columns="width", values="score").to_string(
+            float_format="{:.1f}".format
+        )
+    )
+    record = summarize(records, left)
+    for number, test in enumerate(record["config"]["tests"], 1):
+        print(
+            f"test {number}: {test['claim']}: {test['decision']} ({test['effect']:+.3f} {test['unit']}, "
+            f"p {test['p_holm']:.2g} after Holm)"
+        )
+    write_record(record, options.records.with_suffix(".json"))
+    print(f"record: {options.records.with_suffix('.json')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
