@@ -68,7 +68,7 @@ def run_cell(arguments: Sequence[str], log: Path, codes: Sequence[int] = (0,)) -
         the exit code, and what the process used.
 
     Raises:
-        RuntimeError: it ended with another exit code.
+        ValueError: it ended with another exit code.
     """
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -82,7 +82,7 @@ def run_cell(arguments: Sequence[str], log: Path, codes: Sequence[int] = (0,)) -
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait for it again
     if process.returncode not in codes:
-        raise RuntimeError(f"{log.stem} ended with code {process.returncode}; see {log}")
+        raise ValueError(f"{log.stem} ended with code {process.returncode}; see {log}")
     return process.returncode, usage
 
 
@@ -96,7 +96,7 @@ def run_chains(chains: Sequence[Sequence[Any]], run: Callable[[Any], None], jobs
     """Run the cells of each chain in order, `jobs` chains at a time, first chains first.
 
     Raises:
-        RuntimeError: that of the first cell that failed. Cells that run beside it end first; others do not start.
+        ValueError: that of the first cell that failed. Cells that run beside it end first; others do not start.
     """
     with ThreadPoolExecutor(jobs) as pool:
         started = [pool.submit(lambda chain=chain: [run(cell) for cell in chain]) for chain in chains]

@@ -7,7 +7,7 @@ python analysis/miniature/decide.py --records FILE        # a repetition, whose 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,45 +114,27 @@ def paired(losses: pd.DataFrame, first: str, second: str, alternative: str) -> d
     return found | {"freedom": len(difference) - 1}
 
 
-def decide(cells: pd.DataFrame, scores: pd.DataFrame, is_complete: bool) -> list[dict[str, Any]]:
-    """The nine tests of `plan.md`; before all cells have run, with p = 1.
+def decide(cells: pd.DataFrame, scores: pd.DataFrame) -> list[dict[str, Any]]:
+    """The nine tests of `plan.md`, when all cells have run.
 
     Returns:
-        per test `claim`, `unit`, `effect`, `p`, `spread`, `freedom`, `p_holm` and `decision`.
+        per test `claim`, `unit`, `effect`, `p`, `spread`, `freedom`, `p_holm` and `supported`.
     """
-
-    def rises(arm: str, column: str, sign: int = 1) -> Callable[[], dict[str, float]]:
-        return lambda: order(sign * of(cells, arm)[column], of(cells, arm)["width"])
-
-    def tuned(tasks: list[str]) -> dict[str, float]:
-        found = of(by_model(scores, tasks), "bert_pre")
-        return order(found["score"], found["width"])
-
-    planned = {
-        "a larger GPT has a lower loss": ("nats", rises("gpt_pre", "loss", -1)),
-        "a larger GPT has a higher BLiMP score": ("points", rises("gpt_pre", "blimp")),
-        "a larger BERT has a lower loss": ("nats", rises("bert_pre", "loss", -1)),
-        "a larger BERT has a higher BLiMP score": ("points", rises("bert_pre", "blimp")),
-        **{
-            f"a larger BERT has a higher score in {what}": ("points", lambda tasks=tasks: tuned(tasks))
-            for what, tasks in PRIMARY.items()
-        },
-        "at equal tokens a teacher lowers the loss": (
-            "nats",
-            lambda: paired(cells, "gpt_distilled", "gpt_pre", "less"),
-        ),
-        "at equal FLOPs a teacher changes the loss": (
-            "nats",
-            lambda: paired(cells, "gpt_distilled", "gpt_long", "two-sided"),
-        ),
-    }
-    tests = []
-    for claim, (unit, test) in planned.items():
-        found = test() if is_complete else {"effect": math.nan, "p": 1.0, "spread": math.nan, "freedom": 0}
-        tests.append({"claim": claim, "unit": unit} | found)
+    gpt, bert = of(cells, "gpt_pre"), of(cells, "bert_pre")
+    tuned = {what: of(by_model(scores, tasks), "bert_pre") for what, tasks in PRIMARY.items()}
+    nats, points, teacher = "nats", "points", "gpt_distilled"
+    found = [
+        ("a larger GPT has a lower loss", nats, order(-gpt["loss"], gpt["width"])),
+        ("a larger GPT has a higher BLiMP score", points, order(gpt["blimp"], gpt["width"])),
+        ("a larger BERT has a lower loss", nats, order(-bert["loss"], bert["width"])),
+        ("a larger BERT has a higher BLiMP score", points, order(bert["blimp"], bert["width"])),
+        *((f"a larger BERT is better in {w}", points, order(t["score"], t["width"])) for w, t in tuned.items()),
+        ("at equal tokens a teacher lowers the loss", nats, paired(cells, teacher, "gpt_pre", "less")),
+        ("at equal FLOPs a teacher changes the loss", nats, paired(cells, teacher, "gpt_long", "two-sided")),
+    ]
+    tests = [{"claim": claim, "unit": unit} | test for claim, unit, test in found]
     for test, p_holm in zip(tests, holm([test["p"] for test in tests]), strict=True):
-        decision = "supported" if p_holm < LEVEL else "not supported"
-        test |= {"p_holm": p_holm, "decision": decision if is_complete else "not decided: cells are missing"}
+        test |= {"p_holm": p_holm, "supported": p_holm < LEVEL}
     return tests
 
 
@@ -169,29 +151,30 @@ def association(cells: pd.DataFrame, scores: pd.DataFrame) -> tuple[float, int]:
 
 
 def summarize(records: Mapping[str, dict[str, Any]], left: list[str]) -> dict[str, Any]:
-    """The record of the study: means over seeds, the ensembles' scores, the correlation, the time, and the tests."""
-    cells, scores, metrics = models(records), finetunings(records), {}
-    for (arm, width), group in cells.groupby(MODEL):
-        for column in ("loss", "flops", *MEASURED):
-            values = group[column].dropna()
-            if len(values):
-                metrics[f"{arm}/{width}/{column}"] = {"value": float(values.mean()), "unit": UNITS.get(column, "%")}
-    for name, record in records.items():  # Table 5 prints several metrics of a task
-        task, arm, *place = name.split("/")
+    """The record of the study: means over pretrainings, medians over finetunings, the correlation, and the tests.
+
+    Args:
+        left: cells without a record, without which there are no tests.
+    """
+    cells, scores = models(records), finetunings(records)
+    found: dict[str, list[float]] = {}
+    for name, record in records.items():  # of finetunings every metric, because Table 5 prints several
+        task, *place = name.split("/")
         if "task" in record["config"] or task == "ensemble":
-            where = f"{task}_{place[-1]}" if task == "ensemble" else f"{arm}/{place[0]}"
+            where = "/".join(place[:2] if task != "ensemble" else ["ensemble", place[1]])
             for metric, entry in record["metrics"].items():
-                if entry["unit"] == "%":
-                    metrics.setdefault(f"{where}/{metric}", []).append(entry["value"])
-    metrics = {
-        name: {"value": float(np.median(found)), "unit": "%"} if isinstance(found, list) else found
-        for name, found in metrics.items()
-    }
-    correlation, number = association(cells, scores) if not left else (math.nan, 0)
-    metrics["association"] = {"value": correlation, "unit": f"Spearman's rho of {number} pretrainings"}
+                if metric.startswith(f"{place[0] if task == 'ensemble' else task}/") and entry["value"] is not None:
+                    found.setdefault(f"{where}/{metric}", []).append(entry["value"])
+    metrics = {name: {"value": float(np.median(values)), "unit": "%"} for name, values in found.items()}
+    for (arm, width), row in cells.drop(columns=["seed", "parameters"]).groupby(MODEL).mean().iterrows():
+        named = {column: {"value": value, "unit": UNITS.get(column, "%")} for column, value in row.dropna().items()}
+        metrics |= {f"{arm}/{width}/{column}": entry for column, entry in named.items()}
     times = [record["metrics"].get("cpu_time", {}).get("value", 0.0) for record in records.values()]
     metrics["cpu_time"] = {"value": sum(times) / 3600, "unit": "core-hours"}
-    config = {"tests": decide(cells, scores, not left), "cells": len(records), "left": len(left)}
+    if not left:
+        correlation, number = association(cells, scores)
+        metrics["association"] = {"value": correlation, "unit": f"Spearman's rho of {number} pretrainings"}
+    config = {"tests": [] if left else decide(cells, scores), "cells": len(records), "left": len(left)}
     layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     return new_record("miniature", "scaled_down", config, 1, metrics, device="cpu", layout=layout)
 
@@ -214,13 +197,18 @@ def main() -> int:
     )
     record = summarize(records, left)
     for number, test in enumerate(record["config"]["tests"], 1):
-        print(
-            f"test {number}: {test['claim']}: {test['decision']} ({test['effect']:+.3f} {test['unit']}, "
-            f"p {test['p_holm']:.2g} after Holm)"
-        )
+        print(f"test {number}: {outcome(test)}")
+    if left:
+        print(f"the tests wait for {len(left)} cells")
     write_record(record, options.records.with_suffix(".json"))
     print(f"record: {options.records.with_suffix('.json')}")
     return 0
+
+
+def outcome(test: dict[str, Any]) -> str:
+    """A test of `decide` in words."""
+    size = f"{test['effect']:+.3g} {test['unit']}, p {test['p_holm']:.2g} after Holm"
+    return f"{test['claim']}: {'supported' if test['supported'] else 'not supported'} ({size})"
 
 
 if __name__ == "__main__":

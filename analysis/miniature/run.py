@@ -73,16 +73,11 @@ class Study:
 
     def stages(self) -> Iterator[list[list[Cell]]]:
         """Chains of cells; those of a stage follow from the records of the ones before."""
-        rates, widths = self.plan["rates"], self.plan["widths"]
+        arms, widths = self.plan["arms"], self.plan["widths"]
         yield [[cell] for cell in self.corpora.values()]
-        first = next(iter(widths))
-        yield [[self.rate_cell(arm, rate)] for arm in self.plan["arms"] for rate in rates[arm]]
-        yield [
-            chain
-            for width, arm in itertools.product(widths, self.plan["arms"])
-            for seed in widths[width]
-            for chain in self.chains(arm, width, seed, first)
-        ]
+        yield [[self.rate_cell(arm, rate)] for arm in arms for rate in self.plan["rates"][arm]]
+        models = [(arm, width, seed) for width in widths for arm in arms for seed in widths[width]]
+        yield [chain for model in models for chain in self.chains(*model)]
 
     def cells(self) -> list[Cell]:
         """All cells, in order."""
@@ -98,15 +93,15 @@ class Study:
         losses = {rate: loss_of(self.known.get(f"rate/{arm}/{rate}")) for rate in self.plan["rates"][arm]}
         return None if None in losses.values() else min(losses, key=losses.get)
 
-    def chains(self, arm: str, width: int, seed: int, first: int) -> Iterator[list[Cell]]:
+    def chains(self, arm: str, width: int, seed: int) -> Iterator[list[Cell]]:
         """A pretraining and what is derived from it; for the first widths of GPT also the distillation."""
-        plan, rate = self.plan, self.best_rate(arm)
+        plan, rate, (first, second, *_) = self.plan, self.best_rate(arm), self.plan["widths"]
         model = self._pretrain(f"pretrain/{arm}/{width}/{seed}", arm, width, seed, rate)
         if arm.startswith("bert"):
             yield [model, *self._evaluate(model, "bert"), *self._finetune(model, arm, width, seed)]
             return
         chain = [model, *self._evaluate(model, "gpt")]
-        if width == list(plan["widths"])[1]:
+        if width == second:
             words = [f"{key}={value}" for key, value in plan["distilled"].items()]
             words.append(f"teacher.path={self.outputs / model.name}")
             name = f"pretrain/gpt_distilled/{first}/{seed}"
@@ -139,14 +134,11 @@ class Study:
 
     def _evaluate(self, model: Cell, family: str) -> list[Cell]:
         paths = {"blimp": self.inputs / "blimp", "lambada": self.data / LAMBADA, "wikitext103": self.data / WIKITEXT}
-        return [
-            Cell(
-                model.name.replace("pretrain", task),
-                ("src/zero_shot.py", f"task={task}", f"task.path={paths[task]}", self._ckpt(model), *more),
-                (model,),
-            )
-            for task, more in self.plan["zero_shot"][family].items()
-        ]
+        cells = []
+        for task, more in self.plan["zero_shot"][family].items():
+            keys = (f"task={task}", f"task.path={paths[task]}", f"ckpt={self.outputs / model.name}", *more)
+            cells.append(Cell(model.name.replace("pretrain", task), ("src/zero_shot.py", *keys), (model,)))
+        return cells
 
     def _finetune(self, model: Cell, arm: str, width: int, seed: int) -> list[Cell]:
         """The pretraining with its own seed, or with all seeds if it is the only one of its width."""
@@ -154,25 +146,17 @@ class Study:
         kinds = [(arm, (), self.plan["primary"])]
         if arm == "bert_pre":
             kinds += [("random", ("from_scratch=true",), self.plan["primary"]), (arm, (), self.plan["described"])]
-        cells = [
-            Cell(
-                f"{task}/{kind}/{width}/{number}",
-                ("finetune/run.py", f"task={task}", f"seed={number}", self._ckpt(model), *words, *self._sets(task))
-                + (f"cache_dir={self.outputs / 'cache'}", *self.plan["finetune"], *more),
-                (model,),
-            )
-            for kind, words, tasks in kinds
-            for (task, more), number in itertools.product(tasks.items(), seeds)
-        ]
+        shared, cells = (f"ckpt={self.outputs / model.name}", f"cache_dir={self.outputs / 'cache'}"), []
+        for kind, words, tasks in kinds:
+            for (task, more), number in itertools.product(tasks.items(), seeds):
+                keys = (f"task={task}", f"seed={number}", *shared, *self.plan["finetune"], *words, *self._sets(task))
+                cells.append(Cell(f"{task}/{kind}/{width}/{number}", ("finetune/run.py", *keys, *more), (model,)))
         if arm == "bert_pre" and width == list(self.plan["widths"])[-1]:
             for task in self.plan["ensembles"]:
                 needs = tuple(cell for cell in cells if cell.name.startswith(f"{task}/{arm}/"))
                 words = [str(self.outputs / member.name) for member in needs]
                 cells.append(Cell(f"ensemble/{task}/{width}", ("finetune/ensemble.py", *words), needs))
         return cells
-
-    def _ckpt(self, model: Cell) -> str:
-        return f"ckpt={self.outputs / model.name}"
 
     def _sets(self, task: str) -> tuple[str, ...]:
         if task in TASKS:
@@ -234,8 +218,8 @@ def describe(cell: Cell, folder: Path, cpu_time: float | None) -> dict[str, Any]
     script = cell.words[0]
     if script == "src/prepare_data.py":
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        sources = manifest["sources"].items()
-        parts = {f"{name}/{part}": each[part] for name, each in sources for part in ("train", "validation")}
+        sources, names = manifest["sources"].items(), ("train", "validation")
+        parts = {f"{source}/{part}": each[part] for source, each in sources for part in names}
         metrics = {f"{name}/tokens": {"value": each["tokens"], "unit": "tokens"} for name, each in parts.items()}
         config = {"sha256": {name: each["sha256"] for name, each in parts.items()}, "reports": manifest["reports"]}
         record = new_record(cell.name, "scaled_down", config | {"tokenizer": manifest["tokenizer"]}, None, metrics)
@@ -266,7 +250,7 @@ def make(cell: Cell, outputs: Path) -> float | None:
     if cell.words[0] != "src/train.py":  # which goes on from its newest checkpoint
         shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"--- {cell.name}", flush=True)
+    print(f"--- {cell.name}\n", end="", flush=True)  # one write, because several threads print
     key = FOLDER_KEYS.get(cell.words[0], "hydra.run.dir=")
     _, usage = running.run_cell([*cell.words, f"{key}{folder}"], folder.with_name(f"{folder.name}.log"))
     return usage.ru_utime + usage.ru_stime
@@ -341,14 +325,10 @@ def main() -> int:
             add_line(options.records, cell.name, record)
             known[cell.name] = record
         elif record["config"] != known[cell.name]["config"]:
-            raise RuntimeError(f"{cell.name} must be that of {options.records}, but its texts differ")
+            raise ValueError(f"{cell.name} must be that of {options.records}, but its texts differ")
 
-    try:
-        for chains in study.stages():
-            running.run_chains(chains, run, options.jobs)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    for chains in study.stages():
+        running.run_chains(chains, run, options.jobs)
     print(f"records: {options.records}; python analysis/miniature/decide.py --records {options.records} evaluates them")
     return 0
 

@@ -97,7 +97,7 @@ def run_cell(cell: Cell, more: Sequence[str], outputs: Path) -> dict[str, Any]:
         more: further overrides.
 
     Raises:
-        RuntimeError: the run ended with an error.
+        ValueError: the run ended with an error.
     """
     run_dir = outputs / cell.name
     print(f"--- {cell.name}", flush=True)
@@ -136,7 +136,7 @@ def run_missing(cells: Sequence[Cell], more: Sequence[str], jobs: int, outputs: 
     """Run cells in order, `jobs` at a time, and append their records.
 
     Raises:
-        RuntimeError: see `running.run_chains`.
+        ValueError: see `running.run_chains`.
     """
 
     def run(cell: Cell) -> None:
@@ -182,22 +182,18 @@ def main() -> int:
     if options.overrides and path.parent == RECORDS:
         parser.error("--records must be another folder if overrides are given: the cells then differ from the study's")
     more = [*OmegaConf.load(CELLS)[options.study].overrides, *options.overrides]
-    try:
-        cells, recorded = {cell.name: cell for _, cell in read_groups(options.study)}, read_lines(path)
-        if options.list:
-            print(*(f"{name:<44}{'done' if name in recorded else 'not run'}" for name in cells), sep="\n")
-            return 0
-        if unknown := set(options.only or ()) - (cells.keys() & recorded.keys()):
-            raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
-        outputs.mkdir(parents=True, exist_ok=True)
-        record_path(path)  # makes its folder
-        if options.only:
-            return int(repeat([cells[name] for name in options.only], more, recorded, outputs) > 0)
-        missing = [cell for name, cell in cells.items() if name not in recorded]
-        run_missing(missing, more, options.jobs, outputs, path)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cells, recorded = {cell.name: cell for _, cell in read_groups(options.study)}, read_lines(path)
+    if options.list:
+        print(*(f"{name:<44}{'done' if name in recorded else 'not run'}" for name in cells), sep="\n")
+        return 0
+    if unknown := set(options.only or ()) - (cells.keys() & recorded.keys()):
+        raise ValueError(f"`--only` must name cells with a record, but is {min(unknown)}; see --list")
+    outputs.mkdir(parents=True, exist_ok=True)
+    record_path(path)  # makes its folder
+    if options.only:
+        return int(repeat([cells[name] for name in options.only], more, recorded, outputs) > 0)
+    missing = [cell for name, cell in cells.items() if name not in recorded]
+    run_missing(missing, more, options.jobs, outputs, path)
     print(f"records: {path}; python analysis/norm_order/decide.py --records {options.records} evaluates them")
     return 0
 

@@ -4,7 +4,9 @@ A study keeps its records in `analysis/<study>/records/`. A record's name is its
 `study/ID` for the record ID of a file of many records, `study.jsonl`.
 """
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pandas as pd
@@ -68,11 +70,14 @@ def _merge(shared: dict, own: dict) -> dict:
 
 
 def add_line(path: Path, name: str, record: dict) -> None:
-    """Append a record, which shares nothing, to a file of `read_lines`, in one write."""
+    """Append a record, which shares nothing, to a file of `read_lines`, in one write; a full disk leaves no part."""
     line = json.dumps({"record": name} | record, allow_nan=False, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f'{{"shared": {{}}}}\n{line}\n')
+    with open(path, "ab", buffering=0) as file:
+        data = f'{{"shared": {{}}}}\n{line}\n'.encode()
+        if (written := file.write(data)) < len(data):
+            file.truncate(file.tell() - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def records_below(records: dict[str, dict], study: str) -> list[dict]:

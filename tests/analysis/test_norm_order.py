@@ -207,7 +207,7 @@ def test_a_cell_killed_half_way_starts_afresh_and_its_repetition_is_equal(tmp_pa
     config["losses_sha256"] = "0" * 64
     assert script.repeat([cell], TINY, recorded, tmp_path) == 1
     assert f"{cell.name}: differs in losses_sha256; training loss" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match=f"{cell.name} ended with code 2"):
+    with pytest.raises(ValueError, match=f"{cell.name} ended with code 2"):
         script.run_cell(cell, ["micro_batch_size=0"], tmp_path)
 
 
