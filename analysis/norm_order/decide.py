@@ -5,7 +5,8 @@
 
 `norm_order.json` has the first study's differences with their intervals (`summary.py`). `norm_order_study.json` has
 the outcome of the second by its plan (plan.md): the twelve tests with Holm's correction, rate limits, chosen rates,
-recovery, the mechanism and what is refuted. `make tables` and `make figures` show both.
+recovery, the mechanism and what is refuted. `norm_order_long.json` has the two tests of the third. `make tables` and
+`make figures` show the first two.
 """
 
 import argparse
@@ -19,7 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import pandas as pd
 
 from analysis.norm_order.cells import LOSS, MEASURED, read_cells
-from analysis.norm_order.hypotheses import COMPARISONS, RULE_GROUPS, compare_losses, judge, mechanism_cells, run_tests
+from analysis.norm_order.hypotheses import (
+    COMPARISONS,
+    RULE_GROUPS,
+    compare_losses,
+    holm,
+    judge,
+    mechanism_cells,
+    run_tests,
+)
 from analysis.norm_order.limits import describe_limits, place, read_limits, read_outcomes, study_cells
 from analysis.norm_order.run import FILES, RECORDS, read_groups
 from analysis.norm_order.run_folder import NATS
@@ -158,6 +167,18 @@ def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
     return {"config": config, "metrics": metrics}
 
 
+def compare_long(cells: pd.DataFrame) -> dict[str, Any]:
+    """The record of the third study: post-norm's loss minus pre-norm's for each warm-up, with Holm's correction."""
+    arms = ("long", 12, "post", "pre")
+    tests = {f"warm-up of {steps}": compare_losses(some, *arms) for steps, some in cells.groupby("warmup")}
+    for test, p_holm in zip(tests.values(), holm([test["p"] for test in tests.values()]), strict=True):
+        test["p_holm"] = p_holm
+    metrics = {name: {"value": test["effect"], "unit": test["unit"]} for name, test in tests.items()}
+    metrics["cpu_time"] = {"value": float(cells["cpu_time"].sum()), "unit": "s"}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("norm_order_long", "scaled_down", {"tests": tests}, 401, metrics, device="cpu", layout=layout)
+
+
 @one_line_errors()
 def main() -> int:
     """Write the summaries and print the tests."""
@@ -171,6 +192,8 @@ def main() -> int:
             print(f"{study} study: {len(missing)} of {len(planned)} cells have no record in {options.records / file}")
         elif study == "first":
             summaries["norm_order.json"] = summarize(read_cells(recorded.values()))
+        elif study == "third":
+            summaries["norm_order_long.json"] = compare_long(study_cells(recorded.values(), study))
         else:
             cells = study_cells(recorded.values())
             outcome = decide(cells, read_outcomes(read_lines(options.records / "repeated.jsonl").values()))

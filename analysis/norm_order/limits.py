@@ -20,13 +20,13 @@ PLACEMENTS = ("pre", "post", "b2t")
 ROUNDING = 1 / 12  # variance of a number known within 1, here one step of log2 rate
 
 
-def study_cells(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    """The cells of the second study, one row each: group, the fields of `Cell`, and the columns of `read_outcomes`.
+def study_cells(records: Iterable[dict[str, Any]], study: str = "second") -> pd.DataFrame:
+    """The cells of a study but the first, one row each: group, the fields of `Cell`, the columns of `read_outcomes`.
 
     Args:
         records: of all cells.
     """
-    planned = [{"group": group, "id": cell.name} | vars(cell) for group, cell in read_groups("second")]
+    planned = [{"group": group, "id": cell.name} | vars(cell) for group, cell in read_groups(study)]
     cells = pd.DataFrame(planned).astype({"lr": float})
     return cells.merge(read_outcomes(records), on="id")
 

@@ -2,6 +2,7 @@
 
     python analysis/norm_order/run.py --records outputs/norm_order/records      # the first study again; hours
     python analysis/norm_order/run.py --study second --records FOLDER --jobs 2  # the second (plan.md), two at a time
+    python analysis/norm_order/run.py --study third --records FOLDER --jobs 2   # four times the steps; 5 CPU hours
     python analysis/norm_order/run.py --study second --list                     # the IDs of its cells, and which ran
     python analysis/norm_order/run.py --study second --only ID ...              # repeat committed cells and compare
 
@@ -41,7 +42,7 @@ from lmscale.results import new_record, path_argument, record_path, write_record
 
 CELLS, RECORDS = Path(__file__).with_name("cells.yaml"), Path(__file__).with_name("records")
 SWEEP = OmegaConf.load(running.ROOT / "conf" / "train" / "sweep" / "norm_order.yaml")
-FILES = {"first": "norm_order.jsonl", "second": "study.jsonl"}
+FILES = {"first": "norm_order.jsonl", "second": "study.jsonl", "third": "long.jsonl"}
 USUAL = {"family": "bert", "data": "embedded", "precision": "fp32"}  # what a cell's ID leaves out
 RACE = ("data=local", "data.path='${oc.env:LMSCALE_DATA}/race/race_train.jsonl.gz'", "data.text_field=article")
 DATA = {"embedded": (), "race": (*RACE, "trainer.num_validation_samples=2048")}

@@ -70,10 +70,11 @@ def make_cells(
     learns: Callable[[Cell], bool] = learns,
     loss: Callable[[Cell], float] = loss,
     tells: Callable[[Cell, bool], dict[str, float]] = tells,
+    study: str = "second",
 ) -> pd.DataFrame:
     """All cells of the study, as `study_cells` gives them."""
     rows = []
-    for group, cell in read_groups("second"):
+    for group, cell in read_groups(study):
         learned = learns(cell)
         final = loss(cell) if learned else 4.74
         found = {"group": group, "id": cell.name} | vars(cell) | {"lr": float(cell.lr)}

@@ -140,7 +140,7 @@ TINY = ["model.num_layers=2", "trainer.max_steps=30", "trainer.validate_every_st
 TINY += ["global_batch_size=16", "logger.layer_statistics=[1,30]", "trainer.num_validation_samples=64"]
 
 
-@pytest.mark.parametrize("study", script.FILES)
+@pytest.mark.parametrize("study", [name for name, file in script.FILES.items() if (script.RECORDS / file).is_file()])
 def test_every_cell_has_one_record_of_its_settings(study: str) -> None:
     recorded = read_lines(script.RECORDS / script.FILES[study])
     cells = {cell.name: cell for _, cell in script.read_groups(study)}

@@ -207,3 +207,18 @@ def test_statistics_are_of_step_100() -> None:
 def test_the_committed_repeats_ran_on_another_cpu_type(committed) -> None:
     repeats = read_outcomes(read_lines(RECORDS / "repeated.jsonl").values()).set_index("id")
     assert (repeats["cpu"] != committed.set_index("id").loc[repeats.index, "cpu"]).all()
+
+
+def test_longer_training_compares_the_placements_for_each_warm_up() -> None:
+    def planted(cell: Cell) -> float:  # post-norm is lower by 0.1 with 100 steps of warm-up, and 0.02 higher with 400
+        lower = {("post", 100): 0.1, ("post", 400): -0.02}.get((cell.order, cell.warmup), 0.0)
+        return 3.0 + 0.01 * (cell.seed % 4) * (1 if cell.order == "post" else 1.1) - lower
+
+    cells = make_cells(learns=lambda cell: True, loss=planted, study="third")
+    assert len(cells) == 16 and set(cells["warmup"]) == {100, 400}
+    tests = script.compare_long(cells)["config"]["tests"]
+    effects = {name: test["effect"] for name, test in tests.items()}
+    assert effects == pytest.approx({"warm-up of 100": -0.1015, "warm-up of 400": 0.0185})
+    assert [test["n"] for test in tests.values()] == [4, 4]
+    p, q = (test["p"] for test in tests.values())
+    assert [test["p_holm"] for test in tests.values()] == pytest.approx([2 * p, max(q, 2 * p)])
