@@ -21,7 +21,7 @@ LEARNED = 0.1  # nats below a unigram model: a run that ends there has learned
 KEPT = ("name", "model", "data", "tokenizer", "optimizer", "schedule", "trainer", "precision", "global_batch_size")
 SHAPE = ("num_attention_heads", "ffn_hidden_size", "layer_norm_eps", "gelu")  # which follow from the others
 VARIED = {  # keys that may differ between the runs of one study
-    "model": ("architecture", *ARM[1:], *SIZE, *SHAPE, *BASES),
+    "model": ("architecture", *ARM[1:], *SIZE, *SHAPE, *BASES, "initializer_std"),
     "optimizer": ("lr",),
     "schedule": ("decay_steps", "warmup_steps", "cooldown_steps", "min_lr"),
     "trainer": ("max_steps", "validate_every_steps", "max_validation_share", "num_threads", "progress_bar")
@@ -77,7 +77,7 @@ def read_runs(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
 
 
 def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
-    """One row per run, indexed by its ID.
+    """One row per run, indexed by its ID. A parametrization is named with its initial deviation if others are larger.
 
     Returns:
         family, norm_order, qk_norm, parametrization; num_layers, hidden_size; tokens; lr; seed; loss (nats per scored
@@ -113,7 +113,7 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
         loss, unigram = (run["metrics"].get(key, {}).get("value") for key in ("loss", "unigram"))
         rows[name] = {
             "family": family,
-            **{key: getattr(model, key) for key in (*ARM[1:], *SIZE)},
+            **{key: getattr(model, key) for key in (*ARM[1:], *SIZE, "initializer_std")},
             "tokens": steps * batch * length,
             "lr": config["optimizer"]["lr"],
             "seed": run["seed"],
@@ -125,6 +125,9 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> pd.DataFrame:
             "train_time": run["metrics"]["train_time"]["value"],
         }
     cells = pd.DataFrame.from_dict(rows, orient="index")
+    deviations = cells.pop("initializer_std")
+    own = ", std " + deviations.map("{:g}".format)
+    cells["parametrization"] += own.where(deviations < deviations.max(), "")
     twice = cells[cells.duplicated([*ARM, *SIZE, "tokens", "lr", "seed"], keep=False)]
     if len(twice):
         raise ValueError(

@@ -26,11 +26,13 @@ from analysis.report.style import prepare_figure
 from analysis.scaling_law import law, run
 from analysis.scaling_law.cells import ARM, LEARNED, SIZE, mean_losses, read_runs, tabulate
 from analysis.scaling_law.figure import check_one_panel, draw_rates
-from analysis.scaling_law.transfer import CONDITION, pooled, references, shifts, transfer
+from analysis.scaling_law.transfer import CONDITION, best_rates, pooled, references, shifts, transfer
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import existing_path, new_record, path_argument, write_record
 
 NUM_RESAMPLES = 1000
+# Conditions of tests 7 and 8: the base with ten seeds, and a width; 32 layers with three.
+MORE = [("standard", 4, 64), ("standard, std 0.04", 4, 256), ("completep", 32, 64), ("standard", 32, 64)]
 WITHIN = 1.0  # octaves: a best rate that moves less stays
 UNITS = dict.fromkeys(("shift", "least", "most", "low", "high", "sensitivity_below", "sensitivity_above"), "octaves")
 UNITS |= dict.fromkeys(("penalty", "gain", "sensitivity_mean", "sensitivity_low", "sensitivity_high"), "nats")
@@ -179,6 +181,22 @@ def decide(cells: pd.DataFrame, complete: dict[str, bool]) -> list[dict[str, Any
     return tests
 
 
+def decide_more(cells: pd.DataFrame) -> dict[str, Any]:
+    """The record of the cells added later: tests 7 and 8 of `plan.md`, and `transfer` of their conditions."""
+    best, table = best_rates(cells).xs(("gpt", "pre", False), level=ARM[:-1]).droplevel("tokens"), transfer(cells)
+    base, wide = (best.loc[c].dropna() for c in MORE[:2])
+    p = [stats.ttest_ind(wide, base, alternative="less").pvalue]
+    p.append(stats.ttest_rel(*best.loc[MORE[2:]].dropna(axis=1).to_numpy(), alternative="greater").pvalue)
+    claims = "scaled, standard's best rate falls from width 64 to 256", "at 32 layers completep's is above standard's"
+    tests = [{"claim": c, "p": float(q), "p_holm": h} for c, q, h in zip(claims, p, holm(p), strict=True)]
+    own = table[[", std" in c[3] or c[4] == 32 for c in table.index]][["shift", "least", "most", "penalty", "gain"]]
+    named = own.set_axis([f"{c[3]}, {c[4]} x {c[5]}" for c in own.index]).stack().items()
+    metrics = {"/".join(name): {"value": value, "unit": UNITS[name[1]]} for name, value in named}
+    metrics["spread of the base"] = {"value": float(base.std()), "unit": "octaves"}
+    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
+    return new_record("scaling_law_more", "scaled_down", {"tests": tests}, 1, metrics, device="cpu", layout=layout)
+
+
 def study_laws(cells: pd.DataFrame, complete: dict[str, bool]) -> pd.DataFrame:
     """`laws` of the study: of its group `tokens` alone, whose rate was chosen before; none until it has run."""
     (names,) = (run.names_of(group["keys"]) for group in run.read_groups() if group["name"] == "tokens")
@@ -213,8 +231,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     paths = "folders of runs and files of records; none: the study"
     parser.add_argument("paths", nargs="*", type=existing_path, help=paths)
+    parser.add_argument("--more", action="store_true", help="the study with the cells of more.yaml: its record alone")
     parser.add_argument("--figure", type=path_argument, help="of the loss over the rate, of one family and placement")
     options = parser.parse_args()
+    if options.more:
+        record = decide_more(tabulate(read_runs([run.RECORDS, run.MORE_RECORDS])))
+        print(*(f"{t['claim']}: p {t['p_holm']:.2g} after Holm" for t in record["config"]["tests"]), sep="\n")
+        write_record(record, run.MORE_RECORDS.with_suffix(".json"))
+        return 0
     if options.figure is not None:
         prepare_figure("--figure", options.figure)
     cells = tabulate(read_runs(options.paths or [run.RECORDS]))

@@ -1,6 +1,7 @@
 """Run the cells of the study that have no record, each condition as one `sweep=scaling`.
 
     python analysis/scaling_law/run.py --records outputs/scaling/cells.jsonl     # all of them; about 13 CPU hours
+    python analysis/scaling_law/run.py --more --records outputs/scaling/more.jsonl    # those added later; 4 CPU hours
     python analysis/scaling_law/run.py --list
 
 A stopped study goes on where it stopped. Where a seed's lowest loss is at an end of its condition's rates, the next
@@ -26,10 +27,13 @@ from analysis.scaling_law.cells import describe_run
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import path_argument, record_argument
 
-RECORDS = Path(__file__).parent / "records" / "scaling_law.jsonl"
+HERE = Path(__file__).parent
+CELLS, MORE_CELLS = HERE / "cells.yaml", HERE / "more.yaml"
+RECORDS, MORE_RECORDS = HERE / "records" / "scaling_law.jsonl", HERE / "records" / "scaling_law_more.jsonl"
 RATE, SEED = "optimizer.lr", "seed"
 LOWEST, HIGHEST = 2.5e-4, 0.064  # rates beyond which none is added
-NAME = "{family}_{norm_order}{qk}_{parametrization}_{num_layers}x{hidden_size}_{max_steps}_lr_{lr}_seed_{seed}"
+NAME = "{family}_{norm_order}{qk}_{parametrization}_{num_layers}x{hidden_size}"  # of a condition without its own
+ID = "{name}_{max_steps}_lr_{lr}_seed_{seed}"
 DEFAULTS = {
     "model": "gpt_tiny",
     "model.norm_order": "pre",
@@ -40,10 +44,11 @@ DEFAULTS = {
 Keys = dict[str, list[Any]]  # of train.py, each with its values
 
 
-def read_groups() -> list[dict[str, Any]]:
-    """The groups of `cells.yaml`: `name`, `keys` with the seeds, and `extend`, whether rates are added."""
-    plan = OmegaConf.to_container(OmegaConf.load(Path(__file__).parent / "cells.yaml"))
-    return [{"extend": True} | group | {"keys": group["keys"] | {SEED: plan["seeds"]}} for group in plan["groups"]]
+def read_groups(path: Path = CELLS) -> list[dict[str, Any]]:
+    """The groups of a file of cells: `name`, `keys` with the seeds, and `extend`, whether rates are added."""
+    plan = OmegaConf.to_container(OmegaConf.load(path))
+    seeds = [{SEED: group.get("seeds", plan["seeds"])} for group in plan["groups"]]
+    return [{"extend": True} | g | {"keys": g["keys"] | own} for g, own in zip(plan["groups"], seeds, strict=True)]
 
 
 def products(keys: Keys) -> list[dict[str, Any]]:
@@ -61,7 +66,8 @@ def names_of(keys: Keys) -> list[str]:
     """The IDs of cells: their run folders, as `sweep=scaling` names them."""
     cells = [DEFAULTS | cell for cell in products(keys)]
     last = [{key.rpartition(".")[2]: value for key, value in cell.items()} for cell in cells]
-    return [NAME.format(family=cell["model"].partition("_")[0], qk="_qk" * cell["qk_norm"], **cell) for cell in last]
+    named = [{"family": cell["model"].partition("_")[0], "qk": "_qk" * cell["qk_norm"]} | cell for cell in last]
+    return [ID.format(**({"name": NAME.format(**cell)} | cell)) for cell in named]
 
 
 def run_group(group: dict[str, Any], more: Sequence[str], outputs: Path, records: Path) -> None:
@@ -122,19 +128,22 @@ def main() -> int:
     """List the cells, or run the missing ones."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
+    parser.add_argument("--more", action="store_true", help="the cells of more.yaml")
     parser.add_argument("--groups", nargs="+", metavar="NAME", help="only these groups")
     parser.add_argument("--list", action="store_true", help="print the planned cells and run nothing")
     parser.add_argument("--outputs", type=path_argument, default=ROOT / "outputs" / "scaling", help="run folders")
-    parser.add_argument("--records", type=record_argument, default=RECORDS, help="file of the cells' records")
+    parser.add_argument("--records", type=record_argument, help="file of the cells' records; default: the study's")
     options = parser.parse_args()
+    own = MORE_RECORDS if options.more else RECORDS
+    options.records = options.records or own
     named = {"name", RATE, SEED, "model.parametrization", "model.hidden_size", *DEFAULTS}
     if taken := named & {word.partition("=")[0] for word in options.overrides}:
         parser.error(f"{min(taken)} must be set in cells.yaml, because the names of the cells have it")
-    if options.overrides and options.records == RECORDS:
+    if options.overrides and options.records == own:
         parser.error("--records must be another file if keys are given: the cells then differ from the study's")
-    groups = read_groups()
+    groups = read_groups(MORE_CELLS if options.more else CELLS)
     if unknown := set(options.groups or ()) - {group["name"] for group in groups}:
-        parser.error(f"--groups must be of cells.yaml, but {min(unknown)} is not")
+        parser.error(f"--groups must be of the file of cells, but {min(unknown)} is not")
     for group in (g for g in groups if not options.groups or g["name"] in options.groups):
         if options.list:
             known = read_lines(options.records)

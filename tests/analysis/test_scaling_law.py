@@ -382,3 +382,17 @@ def test_your_own_runs_are_read_from_their_folders_and_must_agree(tmp_path, monk
     with pytest.raises(SystemExit, match="2"):
         decide.main()
     assert "but" in capsys.readouterr().err
+
+
+def test_added_cells_are_decided_by_their_two_tests() -> None:
+    best = {("standard", 4, 64): -7.0, ("standard, std 0.04", 4, 256): -8.0}
+    deep = curve_cells({("completep", 32, 64): -7.2, ("standard", 32, 64): -7.8, ("completep", 4, 64): -7.0})
+    cells = pd.concat([curve_cells(best, tuple(range(1, 11))).query("hidden_size == 64 or seed < 4"), deep])
+    record = decide.decide_more(cells.reset_index(drop=True))
+    moved = {name: entry["value"] for name, entry in record["metrics"].items() if name.endswith("/shift")}
+    assert moved == pytest.approx(
+        {"standard, std 0.04, 4 x 256/shift": -1.0, "completep, 32 x 64/shift": -0.2, "standard, 32 x 64/shift": -0.8},
+        abs=0.15,
+    )
+    assert [test["p_holm"] < 0.05 for test in record["config"]["tests"]] == [True, True]
+    assert record["metrics"]["spread of the base"]["value"] == pytest.approx(0.05, abs=0.03)
