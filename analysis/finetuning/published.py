@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import transformers
 
-from analysis.finetuning.small import RECORDS, SEEDS, run_script
+from analysis.finetuning.inputs import RECORDS
+from analysis.finetuning.small import SEEDS, run_script
 from lmscale.cli.errors import one_line_errors
 from lmscale.config.finetune import GLUE
 from lmscale.finetune.outputs import read_outputs

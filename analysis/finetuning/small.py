@@ -17,7 +17,6 @@ have one are skipped. The sets:
 """
 
 import argparse
-import gzip
 import importlib.util
 import itertools
 import json
@@ -30,16 +29,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
+from analysis.finetuning.inputs import RECORDS, prepare_inputs, sets_of
 from analysis.report.records import add_line, read_lines
 from analysis.running import ROOT, run_python
 from lmscale.cli.errors import one_line_errors
-from lmscale.config.finetune import GLUE
 from lmscale.results import new_record, path_argument, record_argument, report
 
-RECORDS = ROOT / "analysis" / "finetuning" / "records"
 SEEDS = (1, 2, 3)
 KINDS = ("pretrained", "from_scratch")
-RACE_TRAIN_STRIDE, RACE_DEV_STRIDE, SQUAD_DEV_STRIDE = 50, 4, 5
 # Such short training needs no dropout, and without dropout `exact` attention is faster on a CPU. The weight decay is
 # that of the first records, from when the default was 0.01 by mistake.
 PLAIN = ("trainer.num_epochs=1", "hidden_dropout=0", "attention_dropout=0", "attention=exact")
@@ -103,69 +100,13 @@ def import_bert(folder: Path) -> Path:
     return folder
 
 
-def cut_squad(source: Path, folder: Path, task: str = "squad_v1") -> dict[str, Path]:
-    """Split a file into articles for training and for scoring, in the official format."""
-    file = source / "squad" / f"dev-{ {'squad_v1': 'v1.1', 'squad_v2': 'v2.0'}[task] }.shared.json"
-    content = json.loads(file.read_text(encoding="utf-8"))
-    last = SQUAD_DEV_STRIDE - 1
-    parts: dict[str, list] = {"train": [], "dev": []}
-    for number, article in enumerate(content["data"]):
-        parts["dev" if number % SQUAD_DEV_STRIDE == last else "train"].append(article)
-    paths = {}
-    for name, articles in parts.items():
-        paths[name] = folder / f"{task}_{name}.json"
-        text = json.dumps({"version": content["version"], "data": articles}, ensure_ascii=False)
-        paths[name].write_text(text, encoding="utf-8")
-    return paths
-
-
-def cut_race(source: Path, folder: Path) -> dict[str, Path]:
-    """Select passages for training and for scoring, as JSON lines."""
-    leakage = json.loads((RECORDS / "race_leakage.json").read_text(encoding="utf-8"))
-    leaked = {pair["train"] for pair in leakage["config"]["pairs"]}
-    paths = {}
-    for name, stride, left_out in (("train", RACE_TRAIN_STRIDE, leaked), ("dev", RACE_DEV_STRIDE, set())):
-        with gzip.open(source / f"race/race_{name}.jsonl.gz", "rt", encoding="utf-8") as file:
-            lines = [line for number, line in enumerate(file) if number % stride == 0]
-        paths[name] = folder / f"race_{name}.jsonl"
-        kept = [line for line in lines if json.loads(line)["id"] not in left_out]
-        paths[name].write_text("".join(kept), encoding="utf-8")
-    return paths
-
-
-def find_data(source: Path, folder: Path) -> dict[str, tuple[str, ...]]:
-    """Overrides that name each task's sets.
-
-    Raises:
-        ValueError: the data sets are missing.
-    """
-    if not source.is_dir():
-        raise ValueError(f"the data sets must be in $LMSCALE_DATA, but {source} does not exist")
-    folder.mkdir(parents=True, exist_ok=True)
-    squad, race, mnli, qqp = cut_squad(source, folder), cut_race(source, folder), source / "mnli", source / "qqp"
-    folders = {task: source / "glue" / GLUE[task] for task in ("cola", "sst2", "mrpc", "stsb", "qnli", "rte")}
-    return {
-        "qqp": (f"task.train={qqp}/train.shared.tsv", f"task.validation.dev={qqp}/with_ids.shared.tsv"),
-        "mnli": (
-            f"task.train={mnli}/train.shared.tsv",
-            f"task.validation.matched={mnli}/dev_matched.shared.tsv",
-            f"task.validation.mismatched={mnli}/dev_mismatched.shared.tsv",
-        ),
-        "race": (f"task.train={race['train']}", f"task.validation.dev={race['dev']}"),
-        "squad_v1": (f"task.train={squad['train']}", f"task.validation.dev={squad['dev']}"),
-    } | {
-        task: (f"task.train={path}/train.shared.tsv.gz", f"task.validation.dev={path}/dev.shared.tsv")
-        for task, path in folders.items()
-    }
-
-
-def run_one(name: str, task: str, kind: str, seed: int, bert: Path, data: tuple[str, ...], outputs: Path) -> dict:
+def run_one(name: str, task: str, kind: str, seed: int, bert: Path, outputs: Path) -> dict:
     """Run one finetuning; returns its record."""
     case = CASES[task]
     overrides = (
         f"task={task}",
         f"ckpt={bert}",
-        *data,
+        *sets_of(task, outputs / "data"),
         f"seed={seed}",
         f"from_scratch={str(kind == 'from_scratch').lower()}",
         f"global_batch_size={case.batch}",
@@ -238,11 +179,12 @@ def main() -> int:
     options = parser.parse_args()
     source = Path(os.environ.get("LMSCALE_DATA", ROOT.parent / "shared" / "data"))
     outputs = options.outputs.resolve()
-    data, bert = find_data(source, outputs / "data"), import_bert(outputs / "bert")
+    prepare_inputs(source, outputs / "data")
+    bert = import_bert(outputs / "bert")
     recorded = read_lines(options.records)
     for seed, kind, task in itertools.product(options.seeds, KINDS, options.tasks):
         if (name := f"{task}_{kind}_{seed}") not in recorded:
-            add_line(options.records, name, run_one(name, task, kind, seed, bert, data[task], outputs))
+            add_line(options.records, name, run_one(name, task, kind, seed, bert, outputs))
     report(summarize(read_lines(options.records)), options.records.with_suffix(".json"))
     return 0
 

@@ -11,7 +11,6 @@ that a later cell needs and that is gone is made again.
 
 import argparse
 import csv
-import gzip
 import itertools
 import json
 import os
@@ -27,16 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 import yaml
 
 from analysis import running
-from analysis.finetuning.small import cut_race, cut_squad
+from analysis.finetuning.inputs import open_text, prepare_inputs, sets_of
 from analysis.report.records import add_line, read_lines
 from lmscale.cli.errors import one_line_errors
-from lmscale.config.finetune import GLUE
 from lmscale.results import METRICS, RECORD, existing_path, new_record, path_argument, read_record, record_argument
 
 HERE = Path(__file__).parent
 RECORDS, CELLS = HERE / "records" / "miniature.jsonl", HERE / "cells.yaml"
 LAMBADA, WIKITEXT = "lambada/lambada_test.shared.jsonl", "wikitext/wikitext-103.wiki.valid.tokens"
-TASKS = {task: ({"mnli": "mnli", "qqp": "qqp"}.get(task, f"glue/{name}"), name) for task, name in GLUE.items()}
 KEPT = ("model", "optimizer", "schedule", "trainer", "global_batch_size", "teacher", "task", "ckpt", "sets", "data")
 MANIFEST = "manifest.json"  # of a corpus
 FOLDER_KEYS = {"src/prepare_data.py": "output=", "finetune/ensemble.py": "--out="}
@@ -146,11 +143,12 @@ class Study:
         kinds = [(arm, (), self.plan["primary"])]
         if arm == "bert_pre":
             kinds += [("random", ("from_scratch=true",), self.plan["primary"]), (arm, (), self.plan["described"])]
-        shared, cells = (f"ckpt={self.outputs / model.name}", f"cache_dir={self.outputs / 'cache'}"), []
+        keys, cells = [f"ckpt={self.outputs / model.name}", f"cache_dir={self.outputs / 'cache'}"], []
         for kind, words, tasks in kinds:
             for (task, more), number in itertools.product(tasks.items(), seeds):
-                keys = (f"task={task}", f"seed={number}", *shared, *self.plan["finetune"], *words, *self._sets(task))
-                cells.append(Cell(f"{task}/{kind}/{width}/{number}", ("finetune/run.py", *keys, *more), (model,)))
+                own = (f"task={task}", f"seed={number}", *sets_of(task, self.inputs), *words, *more)
+                every = ("finetune/run.py", *keys, *self.plan["finetune"], *own)
+                cells.append(Cell(f"{task}/{kind}/{width}/{number}", every, (model,)))
         if arm == "bert_pre" and width == list(self.plan["widths"])[-1]:
             for task in self.plan["ensembles"]:
                 needs = tuple(cell for cell in cells if cell.name.startswith(f"{task}/{arm}/"))
@@ -158,45 +156,25 @@ class Study:
                 cells.append(Cell(f"ensemble/{task}/{width}", ("finetune/ensemble.py", *words), needs))
         return cells
 
-    def _sets(self, task: str) -> tuple[str, ...]:
-        if task in TASKS:
-            return (f"task.path={self.inputs / 'glue'}",)
-        train, dev = (self.inputs / f"{task}_{part}.json{'l' * (task == 'race')}" for part in ("train", "dev"))
-        return f"task.train={train}", f"task.validation.dev={dev}"
 
-
-def open_text(path: Path) -> Any:
-    """A text file, unpacked."""
-    return (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8")
-
-
-def prepare_inputs(folder: Path, data: Path, blimp_pairs: int) -> None:
-    """Give the published texts the forms that the cells read, and collect those that the corpus must not contain.
+def prepare_texts(folder: Path, data: Path, blimp_pairs: int) -> None:
+    """Write what the cells read besides the published files, and the texts that the corpus must not contain.
 
     Raises:
         ValueError: a text is missing.
     """
-    if not data.is_dir():
-        raise ValueError(f"the texts must be in $LMSCALE_DATA, but {data} does not exist")
-    for name in ("glue", "blimp"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / name).mkdir(parents=True)
-    texts = []
-    for place, name in TASKS.values():
-        (folder / "glue" / name).mkdir()
-        for source in sorted((data / place).glob("*.tsv*")):
-            if source.name.startswith(("train", "dev", "with_ids")):  # the last is the development set of QQP
-                target = source.name.replace(".shared", "").replace("with_ids", "dev")
-                (folder / "glue" / name / target).symlink_to(source)
-                if not target.startswith("train"):
-                    texts += [field for line in open_text(source) for field in line.split("\t")]
+    prepare_inputs(data, folder)
+    shutil.rmtree(folder / "blimp", ignore_errors=True)
+    (folder / "blimp").mkdir()
+    texts = [
+        field for file in sorted(folder.glob("glue/*/dev*")) for line in open_text(file) for field in line.split("\t")
+    ]
     for source in sorted((data / "blimp/pairs").glob("*.jsonl.gz")):
         lines = list(itertools.islice(open_text(source), blimp_pairs))
         (folder / "blimp" / source.stem).write_text("".join(lines), encoding="utf-8")
         texts += [json.loads(line)[name] for line in lines for name in ("sentence_good", "sentence_bad")]
-    cut_race(data, folder)
     for task in ("squad_v1", "squad_v2"):
-        articles = json.loads(cut_squad(data, folder, task)["dev"].read_text(encoding="utf-8"))["data"]
+        articles = json.loads((folder / f"{task}_dev.json").read_text(encoding="utf-8"))["data"]
         texts += [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
     for path, field in ((data / LAMBADA, "text"), (data / "race/race_dev.jsonl.gz", "article")):
         texts += [json.loads(line)[field] for line in open_text(path)]
@@ -307,7 +285,7 @@ def main() -> int:
     if options.list:
         print_left(study)
         return 0
-    prepare_inputs(study.inputs, data, plan["blimp_pairs"])
+    prepare_texts(study.inputs, data, plan["blimp_pairs"])
     if options.only:
         cells = {cell.name: cell for cell in study.cells()}
         if unknown := set(options.only) - (cells.keys() & known.keys()):

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from composed import composed
 
-from analysis.finetuning.small import RECORDS, summarize
+from analysis.finetuning.inputs import RECORDS
+from analysis.finetuning.small import summarize
 from analysis.finetuning.table import table_5
 from analysis.ledger.entries import PAPER as NUMBERS
 from analysis.report.records import read_lines
