@@ -188,6 +188,8 @@ def main() -> int:
     records = read_lines(options.records)
     plan = yaml.safe_load(run.CELLS.read_text(encoding="utf-8"))
     left = [cell.name for cell in run.Study(plan, Path(), Path(), records).cells() if cell.name not in records]
+    if not any(name.startswith("pretrain/") for name in records):
+        raise ValueError(f"`--records` must have a scored pretraining, but {options.records} has none yet")
     cells, scores = models(records), finetunings(records)
     print(cells.groupby(MODEL).mean().drop(columns="seed").to_string(float_format="{:.4g}".format))
     print(
