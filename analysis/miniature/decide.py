@@ -157,15 +157,15 @@ def summarize(records: Mapping[str, dict[str, Any]], left: list[str]) -> dict[st
         left: cells without a record, without which there are no tests.
     """
     cells, scores = models(records), finetunings(records)
-    found: dict[str, list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = {}
     for name, record in records.items():  # of finetunings every metric, because Table 5 prints several
         task, *place = name.split("/")
         if "task" in record["config"] or task == "ensemble":
             where = "/".join(place[:2] if task != "ensemble" else ["ensemble", place[1]])
             for metric, entry in record["metrics"].items():
                 if metric.startswith(f"{place[0] if task == 'ensemble' else task}/") and entry["value"] is not None:
-                    found.setdefault(f"{where}/{metric}", []).append(entry["value"])
-    metrics = {name: {"value": float(np.median(values)), "unit": "%"} for name, values in found.items()}
+                    found.setdefault((f"{where}/{metric}", entry["unit"]), []).append(entry["value"])
+    metrics = {name: {"value": float(np.median(values)), "unit": unit} for (name, unit), values in found.items()}
     for (arm, width), row in cells.drop(columns=["seed", "parameters"]).groupby(MODEL).mean().iterrows():
         named = {column: {"value": value, "unit": UNITS.get(column, "%")} for column, value in row.dropna().items()}
         metrics |= {f"{arm}/{width}/{column}": entry for column, entry in named.items()}

@@ -30,7 +30,7 @@ def draw_losses(records: Mapping[str, dict[str, Any]], title: str) -> Figure:
     with house_style():
         figure = page_figure(title, 3.4)
         groups = pd.DataFrame(rows).groupby("family")
-        for axis, (family, group) in zip(figure.subplots(1, len(groups)), groups, strict=True):
+        for axis, (family, group) in zip(figure.subplots(1, len(groups), squeeze=False)[0], groups, strict=True):
             axes = {"x": "million tokens", "y": "validation loss, nats", "hue": "arm", "size": "hidden size"}
             sns.lineplot(group, **axes, units="name", estimator=None, palette=COLORS, sizes=(0.6, 2.4), ax=axis)
             axis.set_title(family)
@@ -42,8 +42,10 @@ def draw_over_size(rows: pd.DataFrame, labels: Mapping[str, str], title: str) ->
     rows = rows.assign(arm=rows["arm"].str.rpartition("_")[2].map(ARMS))
     with house_style():
         figure = page_figure(title, 3.0)
-        for axis, (column, label) in zip(figure.subplots(1, len(labels)), labels.items(), strict=True):
-            style = {"palette": COLORS, "errorbar": ("pi", 100), "marker": "o"}
+        for axis, (column, label) in zip(
+            figure.subplots(1, len(labels), squeeze=False)[0], labels.items(), strict=True
+        ):
+            style = {"palette": COLORS, "errorbar": ("pi", 100), "marker": "o", "legend": axis is figure.axes[0]}
             sns.lineplot(rows.dropna(subset=[column]), x="width", y=column, hue="arm", **style, ax=axis)
             axis.set(xlabel="hidden size", ylabel=label)
     return figure

@@ -19,8 +19,10 @@ from entry_points import environment
 from scipy import stats
 
 from analysis import running
-from analysis.miniature import decide, run
-from analysis.report.records import read_lines
+from analysis.ledger.entries import ENTRIES
+from analysis.miniature import decide, figure, run
+from analysis.report.records import add_line, read_lines
+from lmscale.config import TransformerConfig
 
 WORDS = [
     f"{a}{b}" for a in ("ba", "de", "ki", "lo", "mu", "pra", "so", "ti") for b in ("n", "r", "st", "ll", "ng", "m")
@@ -167,6 +169,69 @@ def test_finetunings_of_one_pretraining_are_one_observation() -> None:
     ]
     found = decide.by_model(pd.DataFrame(rows, columns=["task", "arm", "width", "model", "seed", "score"]), ["sst2"])
     assert found[["width", "model", "score"]].values.tolist() == [[96, 2, 55.0], [320, 1, 62.0]]
+
+
+METRICS = {
+    "mnli": ("accuracy", "accuracy_matched", "accuracy_mismatched"),
+    "race": ("accuracy", "accuracy_middle", "accuracy_high"),
+    **dict.fromkeys(("squad_v1", "squad_v2"), ("f1", "exact_match")),
+    **{"cola": ("matthews",), "stsb": ("pearson", "spearman")},
+}
+LAYERS = {96: 2, 192: 3, 320: 6}
+
+
+def planted_record(name: str) -> dict:
+    """A larger model is better in everything but SST-2, and a teacher helps at equal tokens alone."""
+    kind, arm, *place = name.split("/")
+    width, seed = (int(place[0]), int(place[1])) if len(place) == 2 else (320, 1)
+    noise = 0.01 * random.Random(name).uniform(-1, 1)
+    better = {96: 0.0, 192: 1.0, 320: 2.0}[width]
+    values, config = {"cpu_time": (36.0, "s")}, {}
+    if kind in ("rate", "pretrain"):
+        family = arm.partition("_")[0]
+        lower = {"gpt_distilled": 0.2, "gpt_long": 0.2}.get(arm, 0.0)
+        loss = 5.0 - 0.5 * better - lower + noise
+        model = TransformerConfig(family, LAYERS[width], width, width // 32, 4096, 128)
+        path = "x" if arm == "gpt_distilled" else None
+        config = {"model": model.to_dict(), "global_batch_size": 32, "teacher": {"path": path}, "curve": {"9": loss}}
+        values |= {"val/lm_loss" if family == "bert" else "val/loss": (loss, "nats/token"), "steps": (1000, "steps")}
+        values |= {"val/loss": (loss + 0.7, "nats/token")} if family == "bert" else {}
+    elif kind in ("lambada", "wikitext103", "blimp"):
+        values |= {"lambada_openai/perplexity_last_word": (1e4 - better, "exp(nats/word)")}
+        values |= {"lambada_openai/accuracy_last_word": (better, "%"), "wikitext103/perplexity": (900 - better, "x")}
+        values |= {"blimp/accuracy": (55 + 3 * better + noise, "%")}
+    elif kind != "corpus":
+        task = arm if kind == "ensemble" else kind
+        score = 60 + (0 if task == "sst2" else 4) * better + 50 * noise
+        values |= {f"{task}/{metric}": (score, "%") for metric in METRICS.get(task, ("accuracy",))}
+        if kind != "ensemble":
+            metrics = [METRICS.get(task, ("accuracy",))[0]]
+            ckpt = f"outputs/{arm}/{width}/{1 if width == 320 else seed}"
+            config = {"task": {"name": task, "metrics": metrics}, "ckpt": ckpt}
+    return {"config": config, "metrics": {k: {"value": v, "unit": unit} for k, (v, unit) in values.items()}}
+
+
+def test_a_whole_study_is_decided_and_has_every_counterpart_of_the_ledger(tmp_path, monkeypatch, capsys) -> None:
+    plan, path = yaml.safe_load(run.CELLS.read_text(encoding="utf-8")), tmp_path / "miniature.jsonl"
+    cells = run.Study(plan, Path(), Path(), {}).cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    for cell in cells:
+        add_line(path, cell.name, planted_record(cell.name))
+    monkeypatch.setattr(sys, "argv", ["decide.py", "--records", str(path)])
+    assert decide.main() == 0
+    lines_of_tests = [line for line in capsys.readouterr().out.splitlines() if line.startswith("test ")]
+    supported = [": supported" in line for line in lines_of_tests]
+    assert supported == [True, True, True, True, True, True, False, True, False], lines_of_tests
+    summary = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    wanted = [e.source["metric"] for e in ENTRIES if e.source.get("record") == "miniature.json"]
+    assert len(wanted) == 39 and set(wanted) <= summary["metrics"].keys()
+    assert summary["metrics"]["cpu_time"]["value"] == pytest.approx(len(cells) / 100)
+    assert "of 14 pretrainings" in summary["metrics"]["association"]["unit"]
+    known = read_lines(path)
+    losses = figure.draw_losses(known, "a title")
+    assert [axis.get_title() for axis in losses.axes] == ["BERT", "GPT"]
+    scores = figure.primary_scores(decide.finetunings(known))
+    assert len(scores) == 7 + 7 + 9 and len(figure.draw_over_size(scores, {"QNLI": "QNLI, %"}, "a title").axes) == 1
 
 
 @pytest.mark.slow
