@@ -93,7 +93,8 @@ def order(values: pd.Series, widths: pd.Series) -> dict[str, float]:
     All widths share one variance, that of the widths with several values.
 
     Returns:
-        `effect`, the smallest rise; its p; `spread`, the standard deviation; `freedom`.
+        `effect`, the smallest rise; its p; `spread`, the standard deviation; `freedom`; `refuted`: one width is below
+        the one before, and the last below the first.
     """
     groups = [group for _, group in values.groupby(widths)]
     freedom = sum(len(group) - 1 for group in groups)
@@ -102,7 +103,9 @@ def order(values: pd.Series, widths: pd.Series) -> dict[str, float]:
         (b.mean() - a.mean(), math.sqrt(1 / len(a) + 1 / len(b))) for a, b in zip(groups, groups[1:], strict=False)
     ]
     p = max(float(stats.t.sf(rise / (spread * scale), freedom)) for rise, scale in rises)
-    return {"effect": min(rise for rise, _ in rises), "p": p, "spread": spread, "freedom": freedom}
+    refuted = min(rise for rise, _ in rises) < 0 and groups[-1].mean() < groups[0].mean()
+    found = {"effect": min(rise for rise, _ in rises), "p": p, "spread": spread, "freedom": freedom}
+    return found | {"refuted": bool(refuted)}
 
 
 def paired(losses: pd.DataFrame, first: str, second: str, alternative: str) -> dict[str, float]:
@@ -111,14 +114,14 @@ def paired(losses: pd.DataFrame, first: str, second: str, alternative: str) -> d
     test = stats.ttest_rel(by_seed[first], by_seed[second], alternative=alternative)
     difference = by_seed[first] - by_seed[second]
     found = {"effect": difference.mean(), "p": float(test.pvalue), "spread": difference.std()}
-    return found | {"freedom": len(difference) - 1}
+    return found | {"freedom": len(difference) - 1, "refuted": bool((difference > 0).all())}
 
 
 def decide(cells: pd.DataFrame, scores: pd.DataFrame) -> list[dict[str, Any]]:
     """The nine tests of `plan.md`, when all cells have run.
 
     Returns:
-        per test `claim`, `unit`, `effect`, `p`, `spread`, `freedom`, `p_holm` and `supported`.
+        per test `claim`, `unit`, `effect`, `p`, `spread`, `freedom`, `p_holm`, `supported` and `refuted`.
     """
     gpt, bert = of(cells, "gpt_pre"), of(cells, "bert_pre")
     tuned = {what: of(by_model(scores, tasks), "bert_pre") for what, tasks in PRIMARY.items()}
@@ -135,6 +138,9 @@ def decide(cells: pd.DataFrame, scores: pd.DataFrame) -> list[dict[str, Any]]:
     tests = [{"claim": claim, "unit": unit} | test for claim, unit, test in found]
     for test, p_holm in zip(tests, holm([test["p"] for test in tests]), strict=True):
         test |= {"p_holm": p_holm, "supported": p_holm < LEVEL}
+    for number in (0, 2):
+        tests[number]["refuted"] = bool(tests[number]["effect"] < 0)
+    tests[-1]["refuted"] = False  # two-sided
     return tests
 
 
@@ -210,7 +216,8 @@ def main() -> int:
 def outcome(test: dict[str, Any]) -> str:
     """A test of `decide` in words."""
     size = f"{test['effect']:+.3g} {test['unit']}, p {test['p_holm']:.2g} after Holm"
-    return f"{test['claim']}: {'supported' if test['supported'] else 'not supported'} ({size})"
+    word = "supported" if test["supported"] else "refuted" if test["refuted"] else "not supported"
+    return f"{test['claim']}: {word} ({size})"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import csv
 import itertools
 import json
 import os
+import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -164,6 +165,21 @@ def prepare_texts(folder: Path, data: Path, blimp_pairs: int) -> None:
         ValueError: a text is missing.
     """
     prepare_inputs(data, folder)
+    # A finetuning that is limited takes the first examples: of all articles, not of the first ones.
+    for task in ("squad_v1", "squad_v2"):
+        content = json.loads((folder / f"{task}_train.json").read_text(encoding="utf-8"))
+        parts = [{"title": each["title"], "paragraphs": [p]} for each in content["data"] for p in each["paragraphs"]]
+        content["data"] = random.Random(0).sample(parts, len(parts))
+        (folder / f"{task}_train.json").write_text(json.dumps(content), encoding="utf-8")
+    passages = open_text(folder / "race_train.jsonl").readlines()
+    (folder / "race_train.jsonl").write_text("".join(random.Random(0).sample(passages, len(passages))), "utf-8")
+    qqp, scored = (
+        folder / "glue/QQP/train.tsv",
+        {tuple(line.split("\t")[3:5]) for line in open_text(folder / "glue/QQP/dev.tsv")},
+    )
+    header, *rows = open_text(qqp)
+    qqp.unlink()  # a link
+    qqp.write_text("".join([header, *(row for row in rows if tuple(row.split("\t")[3:5]) not in scored)]), "utf-8")
     shutil.rmtree(folder / "blimp", ignore_errors=True)
     (folder / "blimp").mkdir()
     texts = [

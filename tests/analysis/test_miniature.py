@@ -79,6 +79,10 @@ def data(tmp_path_factory) -> Path:
     sst2 = ["sentence\tlabel", *(f"{text}\t{n % 2}" for n, text in enumerate(texts(6, 6, 9)))]
     lines(folder / "glue/SST-2/dev.shared.tsv", sst2)
     lines(folder / "glue/SST-2/train.shared.tsv.gz", sst2)
+    qqp = [f"{n}\t0\t0\t{text}\tban?\t{n % 2}" for n, text in enumerate(texts(8, 4, 9))]
+    header = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+    lines(folder / "qqp/train.shared.tsv", [header, *qqp])
+    lines(folder / "qqp/with_ids.shared.tsv", [header, *qqp[:1]])
     for version in ("v1.1", "v2.0"):
         article = {"title": "t", "paragraphs": [{"context": texts(7, 1, 30)[0], "qas": []}]}
         lines(folder / f"squad/dev-{version}.shared.json", [json.dumps({"version": version, "data": [article] * 5})])
@@ -136,6 +140,8 @@ def test_every_kind_of_cell_runs_at_toy_size_and_goes_on_where_it_stopped(data, 
     assert {name.split("/")[0] for name in known} == {"corpus", "rate", "pretrain", "lambada", "blimp", "sst2", "race"}
     monkeypatch.setattr(sys, "argv", [*words, "--list"])
     assert run.main() == 0 and capsys.readouterr().out.endswith("left: 0.0 hours of one CPU thread\n")
+    train = (tmp_path / "outputs/inputs/glue/QQP/train.tsv").read_text().splitlines()
+    assert [row.split("\t")[0] for row in train] == ["id", "1", "2", "3"]  # without the row that is scored
     cells = decide.models(known).set_index(["arm", "width"])
     assert cells.loc[("gpt_distilled", 96), "flops"].item() > cells.loc[("gpt_pre", 96), "flops"].item()
     assert set(decide.finetunings(known)["arm"]) == {"bert_pre", "random"}
