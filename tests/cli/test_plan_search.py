@@ -9,13 +9,13 @@ from plan_output import PAPER, planned, printed, refusal
 def test_the_search_finds_the_papers_layout_for_its_largest_model_on_its_cluster() -> None:
     answer = planned("model=gpt_8.3b", "best=true", "cluster=dgx2h_v100", "parallel.pp_size=1", "top=500")
     layouts = [entry["layout"] for entry in answer["fitting"]]
-    first = next(layout for layout in layouts if not layout["zero1"])  # which the paper did not have
+    first = next(one for one in layouts if not (one["zero1"] or one["sequence_parallel"]))  # both are later
     assert (first["tp_size"], first["dp_size"]) == (8, 64)
     times = [entry["step_time_s"]["total"] for entry in answer["fitting"]]
     assert times == sorted(times)
     assert {entry["layout"]["tp_size"] for entry in answer["too_large"]} == {1}
     assert all(entry["missing_bytes"] > 0 for entry in answer["too_large"])
-    table = printed("model=gpt_8.3b", "best=true", "parallel.pp_size=1", "top=2")
+    table = printed("model=gpt_8.3b", "best=true", "parallel.pp_size=1", "top=2", "parallel.sequence_parallel=false")
     assert "best: parallel.tp_size=4 parallel.dp_size=128" in table and "refused: tp 1 x dp 512" in table
 
 
@@ -116,11 +116,20 @@ def test_a_search_compares_numbers_of_stages_unless_one_is_given() -> None:
     assert "the nearest layout that works is parallel.tp_size=4 parallel.pp_size=4" in refused
 
 
-def test_a_search_notes_the_sizes_that_it_does_not_keep() -> None:
+def test_a_search_keeps_the_sizes_and_options_that_are_typed() -> None:
     job = ["model=gpt_2.5b", "cluster=h100", "num_devices=8", "best=true", "parallel.pp_size=1"]
-    assert planned(*job, "parallel.tp_size=auto")["notes"] == planned(*job)["notes"]
-    note = "parallel.tp_size=4 and parallel.dp_size=2 did not restrict the search, which compares every size"
-    assert note in planned(*job, "parallel.tp_size=4", "parallel.dp_size=2")["notes"]
+    assert planned(*job, "parallel.tp_size=auto")["fitting"] == planned(*job)["fitting"]
+    for size in (1, 4):
+        fitting = planned(*job, f"parallel.tp_size={size}")["fitting"]
+        assert {entry["layout"]["tp_size"] for entry in fitting} == {size}
+    typed = {"zero1": False, "batch_halves": False, "sequence_parallel": True}
+    given = [f"parallel.{name}={str(value).lower()}" for name, value in typed.items()]
+    layouts = [entry["layout"] for entry in planned(*job, *given, "parallel.dp_size=2")["fitting"]]
+    assert layouts and all(typed.items() <= each.items() and each["dp_size"] == 2 for each in layouts)
+    large = ["model=gpt_17b", "cluster=dgx2h_v100", "num_devices=256", "best=true", "parallel.pp_size=1"]
+    assert "even parallel.tp_size=4 " in refusal(*large, "parallel.zero1=false")
+    refused = refusal(*job, "parallel.tp_size=3")
+    assert "one that a layout with parallel.tp_size=3 can use, but is 8" in refused
 
 
 def test_a_search_with_fewer_micro_batches_than_stages_has_an_answer() -> None:
@@ -165,6 +174,7 @@ def test_a_search_compares_halves_of_the_micro_batch() -> None:
         "top=500",
         "cluster=h200",
         "parallel.pp_size=1",
+        "parallel.sequence_parallel=false",
     ]
     layouts = [plan["layout"] for plan in planned(*sizes)["fitting"]]
     on_h200 = [one for one in layouts if not one["zero1"]]
@@ -187,16 +197,17 @@ def test_a_search_compares_halves_of_the_micro_batch() -> None:
 def test_a_search_compares_zero1_and_says_what_it_compares() -> None:
     job = ["model=gpt_8.3b", "cluster=h100", "num_devices=32", "best=true", "parallel.pp_size=1"]
     answer = planned(*job)
-    assert answer["compared"][-2:] == ["zero1", "batch_halves"]
+    assert answer["compared"][-3:] == ["zero1", "batch_halves", "sequence_parallel"]
     assert answer["fitting"][0]["layout"]["zero1"]
     fixed = planned(*job, "parallel.zero1=true")
     assert fixed["fitting"][0] == answer["fitting"][0] and fixed["compared"] == [
-        *answer["compared"][:-2],
+        *answer["compared"][:-3],
         "batch_halves",
+        "sequence_parallel",
     ]
     title, compared, columns, *_ = printed(*job).splitlines()
-    assert "zero1, batch_halves; the same in all: sequence_parallel=false" in compared
-    assert "   zero1  halves  recompute" in columns and columns.endswith("days of 300,000 steps")
+    assert compared.endswith("zero1, batch_halves, sequence_parallel")
+    assert "   zero1  halves     seq  recompute" in columns and columns.endswith("days of 300,000 steps")
 
 
 @pytest.mark.parametrize("given, batches", [(48, [480, 528]), (56, [504, 560]), (63, [])])

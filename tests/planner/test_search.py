@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from lmscale.planner.search import (
     rank_on_machine,
     suggest_layout,
 )
-from lmscale.planner.workload import Workload, model_sizes, tensor_sizes
+from lmscale.planner.workload import Workload, divisors, model_sizes, stage_numbers, tensor_sizes
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "conf" / "cluster"
 
@@ -45,7 +46,8 @@ def every_plan(a_job: Workload, num_devices: int, zero1: bool = False) -> list[P
 
 
 def without_options(plans: tuple[Plan, ...]) -> list[Plan]:
-    return [plan for plan in plans if not (plan.layout.zero1 or plan.layout.batch_halves)]
+    options = ("zero1", "batch_halves", "sequence_parallel")
+    return [plan for plan in plans if not any(getattr(plan.layout, name) for name in options)]
 
 
 @pytest.mark.parametrize("name, num_devices", [("gpt_2.5b", 4), ("gpt_2.5b", 12), ("bert_336m", 16), ("gpt_8.3b", 16)])
@@ -59,6 +61,39 @@ def test_the_first_of_a_ranking_is_the_fastest_layout_that_fits(name: str, num_d
     assert plain[0].time.total == min(plan.time.total for plan in powers)
     assert {(plan.layout, plan.job) for plan in plain} >= {(plan.layout, plan.job) for plan in powers}
     assert all(plan.layout.world_size == num_devices and plan.missing_bytes <= 0 for plan in ranking.fitting)
+
+
+def brute_force(a_job, num_devices: int) -> Plan | None:
+    """The fastest plan that fits, of all that the search may try; `None` if none does."""
+    best = None
+    for tp, pp in itertools.product(divisors(num_devices, num_devices), stage_numbers(a_job)):
+        dp, rest = divmod(num_devices, tp * pp)
+        for options in itertools.product((False, True), repeat=3) if not rest else ():
+            names = ("sequence_parallel", "zero1", "batch_halves")
+            layout = Layout(tp_size=tp, dp_size=dp, pp_size=pp, **dict(zip(names, options, strict=True)))
+            for b, mode in itertools.product((1, 2, 4, 8, 16, 32, 64), RECOMPUTE_MODES):
+                try:
+                    plan = Plan(a_job.change(b, mode), layout, CLUSTER)
+                except ValueError:
+                    continue
+                if plan.missing_bytes <= 0 and (best is None or plan.time.total < best.time.total):
+                    best = plan
+    return best
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_no_layout_of_the_search_space_is_faster_than_the_first_of_a_ranking(number: int) -> None:
+    draw = random.Random(number)
+    layers, heads = draw.choice([4, 6, 8, 12]), draw.choice([4, 8, 12])
+    sizes = {"num_layers": layers, "num_attention_heads": heads, "hidden_size": heads * draw.choice([128, 512, 1024])}
+    a_job = job("gpt_2.5b", draw.choice([8, 16, 24, 64]), **sizes)
+    num_devices = draw.choice([2, 4, 6, 8, 16])
+    best = brute_force(a_job, num_devices)
+    if best is None:
+        return
+    first = rank_layouts(a_job, CLUSTER, num_devices, Layout(), stage_numbers(a_job)).fitting[0]
+    assert first.time.total <= best.time.total * (1 + 1e-12), (first.overrides, best.overrides)
 
 
 def test_layouts_that_do_not_fit_are_listed_by_shortage() -> None:

@@ -50,7 +50,8 @@ class PlanConfig(TrainingRequest, EntryConfig):
         cluster: that it would run on.
         record: where `measure` writes its record.
         num_devices: devices of the job; None: as many as the cluster and the batch allow.
-        best: rank all layouts, with and without `parallel.zero1` and `batch_halves`, instead of planning one.
+        best: rank all layouts, with and without `parallel.sequence_parallel`, `zero1` and `batch_halves`, instead of
+            planning one; those that are typed hold for all.
         top: number of layouts that a ranking shows.
         find_recompute: if the model does not fit, plan with the first `recompute` that does; false where
             `model.recompute` is typed.
@@ -73,6 +74,7 @@ class PlanConfig(TrainingRequest, EntryConfig):
     json: bool = False
     measure: Count = 0
     teacher: PlanTeacher = PlanTeacher()
+    typed = frozenset()  # no field: the keys of the command line
 
     def check_rules(self) -> None:
         super().check_rules()
@@ -135,7 +137,15 @@ class PlanConfig(TrainingRequest, EntryConfig):
             question = dataclasses.replace(question, find_recompute=False)
         if typed & {"precision", "precision.dtype"}:  # a recipe's half type stands for the device's own
             question.cluster.peak_flops_per_s(question.precision.dtype)
+        object.__setattr__(question, "typed", frozenset(typed))
         return question
+
+    @property
+    def fixed_layout(self) -> dict[str, int | bool]:
+        """The sizes and options of the layout that were typed, which a search keeps; by field of `Layout`."""
+        names = ("tp_size", "dp_size", "sequence_parallel", "zero1", "batch_halves")
+        given = {name: getattr(self.parallel, name) for name in names if f"parallel.{name}" in self.typed}
+        return {name: value for name, value in given.items() if value != "auto"}
 
     @property
     def machine(self) -> Cluster:

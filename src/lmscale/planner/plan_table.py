@@ -8,7 +8,7 @@ from .plan import Plan
 from .search import Ranking
 from .step_time import StepRow
 
-_OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "sequence"}  # heads of their columns
+_OPTIONS = {"zero1": "zero1", "batch_halves": "halves", "sequence_parallel": "seq"}  # heads of their columns
 _COMPARED = ("tp_size", "pp_size", "dp_size", "micro_batch_size", "recompute")  # in every ranking
 _PARTS = [each.name for each in dataclasses.fields(MemoryEstimate)]  # the first 7 and a teacher's are shown
 _ADDED = [each.name for each in dataclasses.fields(StepRow) if each.type in (int, float)]

@@ -100,7 +100,9 @@ def plan_layout(question: PlanConfig) -> tuple[Plan, list[str]]:
 
 
 def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
-    """All layouts of the job, with and without `zero1` and `batch_halves` where these can help, with notes.
+    """All layouts of the job, with and without each option that can help, with notes.
+
+    Sizes and options of `parallel` that are typed hold for all.
 
     Raises:
         ValueError: none fits; names the nearest one that does.
@@ -113,7 +115,8 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
         job.config.check_stages(options.pp_size)
     num_devices = question.num_devices or largest_number(job, question.cluster, options)
     numbers = stage_numbers(job) if any_number else [given]
-    ranking = rank_layouts(job, question.cluster, num_devices, options, numbers)
+    fixed = question.fixed_layout
+    ranking = rank_layouts(job, question.cluster, num_devices, options, numbers, fixed)
     if not ranking.fitting:
         closest = min(ranking.too_large, key=lambda plan: plan.missing_bytes)
         wanted = dataclasses.replace(options, dp_size=num_devices)
@@ -123,13 +126,8 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
     best = ranking.fitting[0]
-    sizes = {"tp_size": 1, "dp_size": "auto"}  # by default
-    unused = [n for n, default in sizes.items() if getattr(question.parallel, n) not in (default, "auto")]
-    if unused:
-        words = " and ".join(f"parallel.{name}={getattr(question.parallel, name)}" for name in unused)
-        notes.append(f"{words} did not restrict the search, which compares every size")
     notes += describe_padding(best) + describe_stages(best) + describe_host(best)
-    return ranking, notes + describe_limits(best, options)
+    return ranking, notes if fixed else notes + describe_limits(best, options)
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:

@@ -6,8 +6,9 @@ number of stages hold for all that are searched; its other sizes do not matter.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..config import RECOMPUTE_MODES, Layout
 from ..config.cluster import Cluster
@@ -80,16 +81,23 @@ def _candidates(job: Workload, layouts: Iterable[Layout]) -> list[Candidate]:
 
 
 def rank_layouts(
-    job: Workload, cluster: Cluster, num_devices: int, options: Layout, numbers: Sequence[int] = ()
+    job: Workload,
+    cluster: Cluster,
+    num_devices: int,
+    options: Layout,
+    numbers: Sequence[int] = (),
+    fixed: Mapping[str, int | bool] = MappingProxyType({}),
 ) -> Ranking:
     """Plan every tp x pp x dp on `num_devices`, micro-batch and recomputation mode.
 
-    Every layout is planned also with `zero1` and, on GPUs, where layers are compiled, `batch_halves`, each alone and
-    both. With `sequence_parallel` a `tp_size` that does not divide the sequence is left out, and with `batch_halves` an
-    odd micro-batch on several tensor ranks. What is too large is named for the fewest stages.
+    Every layout is planned also with `sequence_parallel`, `zero1` and, on GPUs, where layers are compiled,
+    `batch_halves`, alone and together. With `sequence_parallel` a `tp_size` that does not divide the sequence is left
+    out, and with `batch_halves` an odd micro-batch on several tensor ranks. What is too large is named for the fewest
+    stages.
 
     Args:
         numbers: of stages, ascending; none: that of `options`.
+        fixed: sizes and options that every layout has.
 
     Raises:
         ValueError: no grid of `num_devices` divides model and batch; names the next numbers that do.
@@ -97,21 +105,27 @@ def rank_layouts(
     numbers = numbers or [options.pp_size]
     fitting, too_large = [], None
     for stages in numbers:
-        fits, lacking = _plan_all(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages))
+        fits, lacking = _plan_all(job, cluster, num_devices, dataclasses.replace(options, pp_size=stages), fixed)
         fitting += fits
         if too_large is None and (fits or lacking):
             too_large = lacking
+    if too_large is None and fixed:
+        words = " ".join(f"parallel.{name}={str(value).lower()}" for name, value in fixed.items())
+        raise ValueError(f"`num_devices` must be one that a layout with {words} can use, but is {num_devices:,}")
     if too_large is None:
         raise ValueError(_impossible_number(job, cluster, num_devices, options, numbers))
     fitting = _without_slower_stages(fitting) or fitting
     return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
 
 
-def _plan_all(job: Workload, cluster: Cluster, num_devices: int, options: Layout) -> tuple[list[Plan], list[Plan]]:
+def _plan_all(
+    job: Workload, cluster: Cluster, num_devices: int, options: Layout, fixed: Mapping[str, int | bool]
+) -> tuple[list[Plan], list[Plan]]:
     """The plans that fit, and the `too_large` of a `Ranking`."""
     fitting, too_large = [], []
     for grid in _grids(job, options, num_devices):
-        plans = [Plan(*each, cluster) for each in _candidates(job, _with_options(grid, cluster))]
+        layouts = [each for each in _with_options(grid, cluster) if fixed.items() <= vars(each).items()]
+        plans = [Plan(*each, cluster) for each in _candidates(job, layouts)]
         fits = [plan for plan in plans if plan.missing_bytes <= 0]
         fitting += fits
         if plans and not fits:
@@ -150,11 +164,15 @@ def _without_slower_stages(plans: Sequence[Plan]) -> list[Plan]:
     return kept
 
 
-def _with_options(layout: Layout, cluster: Cluster) -> list[Layout]:
-    """The layout and those with `zero1`, `batch_halves` or both besides, where these have an effect."""
-    layouts = [layout]
-    has_effect = {"zero1": layout.dp_size > 1, "batch_halves": layout.tp_size > 1 and cluster.is_gpu}
-    for name, is_useful in has_effect.items():
+def _with_options(layout: Layout, cluster: Cluster, cuts_sequence: bool = True) -> list[Layout]:
+    """The layout and those with each choice of further options, where these have an effect.
+
+    Args:
+        cuts_sequence: also with `sequence_parallel`.
+    """
+    layouts, shares = [layout], layout.tp_size > 1
+    has_effect = {"zero1": layout.dp_size > 1, "batch_halves": shares and cluster.is_gpu}
+    for name, is_useful in (has_effect | {"sequence_parallel": shares and cuts_sequence}).items():
         if is_useful and not getattr(layout, name):
             layouts += [dataclasses.replace(each, **{name: True}) for each in layouts]
     return layouts
@@ -175,7 +193,8 @@ def rank_on_machine(jobs: Sequence[Workload], cluster: Cluster, num_devices: int
     plans = []
     for num_ranks in [num_devices] if cluster.is_gpu else divisors(num_devices, num_devices):
         device = _join_devices(cluster, num_devices // num_ranks, num_ranks)
-        for layout in (each for grid in _grids(jobs[0], options, num_ranks) for each in _with_options(grid, cluster)):
+        grids = _grids(jobs[0], options, num_ranks)
+        for layout in (each for grid in grids for each in _with_options(grid, cluster, cuts_sequence=False)):
             if divides(jobs[0], layout):
                 tried = [(job, layout) for job in jobs]
                 plans.append(Plan(*(first_that_fits(tried, device.usable_bytes) or tried[-1])[:2], device))
