@@ -57,7 +57,7 @@ WITH_SPARE = SCRIPT.replace("--nodes=4-8", "--nodes=4-9")
 ON_512 = (
     SCRIPT.replace("--nodes=4-8", "--nodes=32-64")
     .replace("parallel.tp_size=4", "parallel.tp_size=8")
-    .replace("micro_batch_size=16", "micro_batch_size=8")
+    .replace("micro_batch_size=32", "micro_batch_size=8")
 )
 
 
@@ -102,8 +102,8 @@ def test_after_a_requeue_any_number_of_nodes_trains_with_the_same_batch(
 def test_the_guides_numbers_follow_from_the_plan_and_the_records() -> None:
     """Step times of the planner and core-hours of the records."""
     keys = ["model=gpt_8.3b_24heads", "cluster=h100", "model.recompute=none"]
-    keys += ["parallel.zero1=true", "parallel.batch_halves=true"]
-    sizes = {64: (4, 16), 32: (4, 16), 512: (8, 8)}
+    keys += ["parallel.zero1=true", "parallel.batch_halves=true", "parallel.sequence_parallel=true"]
+    sizes = {64: (4, 32), 32: (4, 32), 512: (8, 8)}
     eight, four, large = (
         planned(*keys, f"num_devices={n}", f"parallel.tp_size={p}", f"micro_batch_size={b}")
         for n, (p, b) in sizes.items()
