@@ -206,7 +206,7 @@ def test_a_model_of_one_s_own_without_files_is_told_what_it_needs(tmp_path) -> N
 def test_a_bare_plan_answers() -> None:
     done = script("src/plan.py")
     assert done.returncode == 0
-    assert "gpt_8.3b on 512 of dgx2h_v100" in done.stdout and re.search(r", \d+ layouts fit", done.stdout)
+    assert "gpt_8.3b on 512 of dgx2h_v100" in done.stdout and re.search(r", [\d,]+ layouts fit", done.stdout)
     assert done.stderr.startswith("note: without keys this is model=gpt_8.3b ")
 
 
