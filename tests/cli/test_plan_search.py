@@ -126,6 +126,8 @@ def test_a_search_keeps_the_sizes_and_options_that_are_typed() -> None:
     given = [f"parallel.{name}={str(value).lower()}" for name, value in typed.items()]
     layouts = [entry["layout"] for entry in planned(*job, *given, "parallel.dp_size=2")["fitting"]]
     assert layouts and all(typed.items() <= each.items() and each["dp_size"] == 2 for each in layouts)
+    odd = ["model=gpt_2.5b", "cluster=h100", "num_devices=60", "best=true", "parallel.zero1=false"]
+    assert any("excludes tp_size 1, 2, 4;" in note for note in planned(*odd)["notes"])
     large = ["model=gpt_17b", "cluster=dgx2h_v100", "num_devices=256", "best=true", "parallel.pp_size=1"]
     assert "even parallel.tp_size=4 " in refusal(*large, "parallel.zero1=false")
     refused = refusal(*job, "parallel.tp_size=3")

@@ -127,7 +127,9 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
         )
     best = ranking.fitting[0]
     notes += describe_padding(best) + describe_stages(best) + describe_host(best)
-    return ranking, notes if fixed else notes + describe_limits(best, options)
+    if not fixed.keys() & {"tp_size", "dp_size"}:
+        notes += describe_limits(best, options, fixed)
+    return ranking, notes
 
 
 def plans_of_machine(question: PlanConfig, num_devices: int) -> list[Plan]:

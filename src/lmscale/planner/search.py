@@ -240,8 +240,12 @@ def describe_host(plan: Plan) -> list[str]:
     return [f"host-bound: {words}; {way_out}"]
 
 
-def describe_limits(best: Plan, options: Layout) -> list[str]:
-    """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster."""
+def describe_limits(best: Plan, options: Layout, fixed: Mapping[str, bool]) -> list[str]:
+    """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster.
+
+    Args:
+        fixed: options that every layout has.
+    """
     job, cluster, num_devices, limits, faster = best.job, best.cluster, best.layout.world_size, [], []
     options = dataclasses.replace(options, pp_size=best.layout.pp_size)
     excluded = [layout for layout in _grids(job, options, num_devices) if job.global_batch_size % layout.dp_size]
@@ -256,8 +260,10 @@ def describe_limits(best: Plan, options: Layout) -> list[str]:
         groups = f"the tensor groups of tp_size {best.layout.tp_size}"
         limits.append(f"{groups} cross nodes of {cluster.devices_per_node} devices")
     for override, changed, number in _alternatives(job, cluster, num_devices, options) if excluded else ():
-        speed = rank_layouts(changed, cluster, number, options).fitting[0].tokens_per_s
-        faster += [f"{override} ({speed:,.0f} tokens/s)"] if speed > best.tokens_per_s else []
+        speeds = [
+            plan.tokens_per_s for plan in rank_layouts(changed, cluster, number, options, fixed=fixed).fitting[:1]
+        ]
+        faster += [f"{override} ({speed:,.0f} tokens/s)" for speed in speeds if speed > best.tokens_per_s]
     return ["; ".join(limits + ([f"faster: {', '.join(faster)}"] if faster else []))] if limits else []
 
 
