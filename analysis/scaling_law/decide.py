@@ -187,8 +187,9 @@ def decide_more(cells: pd.DataFrame) -> dict[str, Any]:
     base, wide = (best.loc[c].dropna() for c in MORE[:2])
     p = [stats.ttest_ind(wide, base, alternative="less").pvalue]
     p.append(stats.ttest_rel(*best.loc[MORE[2:]].dropna(axis=1).to_numpy(), alternative="greater").pvalue)
+    p = [1.0 if math.isnan(q) else float(q) for q in p]  # of fewer than two seeds
     claims = "scaled, standard's best rate falls from width 64 to 256", "at 32 layers completep's is above standard's"
-    tests = [{"claim": c, "p": float(q), "p_holm": h} for c, q, h in zip(claims, p, holm(p), strict=True)]
+    tests = [{"claim": c, "p": q, "p_holm": h} for c, q, h in zip(claims, p, holm(p), strict=True)]
     own = table[[", std" in c[3] or c[4] == 32 for c in table.index]][["shift", "least", "most", "penalty", "gain"]]
     named = own.set_axis([f"{c[3]}, {c[4]} x {c[5]}" for c in own.index]).stack().items()
     metrics = {"/".join(name): {"value": value, "unit": UNITS[name[1]]} for name, value in named}
