@@ -30,7 +30,8 @@ class BenchConfig(Checked):
             bf16 (to compare with float8). Empty: ours alone.
         precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
         file: model file of the peers `file_eager` and `file_compiled`.
-        micro_batch_size: sequences per step.
+        micro_batch_size: sequences of a forward and backward pass.
+        global_batch_size: sequences per step; None: one micro-batch.
         seq_length: tokens per sequence.
         compiles: compile our layers.
         cuda_graphs: record and replay our layers as CUDA graphs.
@@ -46,6 +47,7 @@ class BenchConfig(Checked):
     model: dict
     precision: PrecisionConfig
     micro_batch_size: Positive
+    global_batch_size: Positive | None = None
     teacher: dict | None = None
     peers: list = field(default_factory=lambda: ["hf_compiled"])
     file: PathText | None = None
@@ -67,6 +69,11 @@ class BenchConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_peers()
+        if self.step_sequences % self.micro_batch_size:
+            raise ValueError(
+                f"`global_batch_size` must be a multiple of `micro_batch_size` ({self.micro_batch_size}), "
+                f"but is {self.global_batch_size}"
+            )
         if self.trace and self.peers:
             raise ValueError(f"`peers` must be [] with trace=true, which covers only our step, but is {self.peers!r}")
         if self.trace and self.record is None:
@@ -125,6 +132,11 @@ class BenchConfig(Checked):
     def peers_dtype(self) -> str:
         """fp32 or bf16: the type in which the peers compute. None of them supports float8."""
         return "fp32" if self.precision.dtype == "fp32" else "bf16"
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences per step."""
+        return self.global_batch_size or self.micro_batch_size
 
     @property
     def length(self) -> int:

@@ -204,7 +204,7 @@ def _record(
     config = bench.transformer_config()
     name_of_device = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = dense_peak_flops_per_s(name_of_device, bench.precision.dtype, "medium")
-    flops = model_flops_per_step(config, bench.length, bench.micro_batch_size)
+    flops = model_flops_per_step(config, bench.length, bench.step_sequences)
     metrics = {}
     for name, rounds in times.items():
         every = sorted(t for taken in rounds for t in taken)
@@ -214,7 +214,7 @@ def _record(
             f"{name}/step_least": {"value": every[0], "unit": "s"},
             f"{name}/step_p10": {"value": tenth, "unit": "s"},
             f"{name}/step_p90": {"value": ninetieth, "unit": "s"},
-            f"{name}/tokens_per_s": {"value": bench.micro_batch_size * bench.length / median, "unit": "tokens/s"},
+            f"{name}/tokens_per_s": {"value": bench.step_sequences * bench.length / median, "unit": "tokens/s"},
             f"{name}/model_flops_per_s": {"value": flops / median, "unit": "FLOP/s"},
             f"{name}/loss": {"value": statistics.mean(losses[name]), "unit": "nats"},
         }

@@ -15,6 +15,7 @@ from analysis.benchmarks.peers.contender import make_batches
 from analysis.benchmarks.peers.megatron import has_softmax_kernel
 from analysis.benchmarks.peers.ours import Ours
 from analysis.benchmarks.race import LossesDifferError, Racer, make_contender, race
+from lmscale.planner.flops import model_flops_per_step
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -104,11 +105,11 @@ def test_with_a_teacher_all_have_the_same_losses(architecture: str) -> None:
 def test_a_compiled_peer_is_compiled_and_has_the_loss_of_the_eager_one() -> None:
     """With another backend; Inductor takes 20 s to generate code."""
     bench = bench_of()
-    batch = make_batches(bench.transformer_config(), bench, 1, CPU)[0]
+    (batches,) = make_batches(bench.transformer_config(), bench, 1, CPU)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with compiler("eager"):
-        losses = [float(make_contender(name, bench, CPU).step(batch, 0)) for name in ("hf_eager", "hf_compiled")]
+        losses = [float(make_contender(name, bench, CPU).step(batches, 0)) for name in ("hf_eager", "hf_compiled")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
@@ -184,6 +185,33 @@ def test_megatrons_fused_softmax_needs_both_of_apexs_kernels(missing, monkeypatc
     assert has_softmax_kernel() is (missing is None)
 
 
+@pytest.mark.parametrize("name", ["ours", "hf_eager", "file_eager"])
+def test_a_step_of_several_micro_batches_adds_their_gradients_and_updates_once(name: str, tmp_path) -> None:
+    (tmp_path / "model.py").write_text(NANO)
+    changes = {"peers": ["file_eager"], "file": str(tmp_path / "model.py")}
+    whole, cut = (bench_of(micro_batch_size=b, global_batch_size=6, **changes) for b in (6, 2))
+    drawn = [make_batches(bench.transformer_config(), bench, 1, CPU)[0] for bench in (whole, cut)]
+    assert [len(batches) for batches in drawn] == [1, 3]
+    torch.testing.assert_close(torch.cat([batch["tokens"] for batch in drawn[1]]), drawn[0][0]["tokens"])
+    found = []
+    for bench, batches in zip((whole, cut), drawn, strict=True):
+        contender = make_contender(name, bench, CPU)
+        forwards, updates = [], []
+        contender.model.register_forward_pre_hook(lambda *_, calls=forwards: calls.append(1))
+        contender.optimizer.register_step_pre_hook(lambda *_, calls=updates: calls.append(1))
+        losses = [float(contender.step(batches, number)) for number in range(3)]
+        assert (len(forwards), len(updates)) == (3 * len(batches), 3)
+        found.append(losses)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_rates_count_all_micro_batches_of_a_step() -> None:
+    found = values_of(race(bench_of(peers=[], global_batch_size=12)))
+    assert found["ours/tokens_per_s"] * found["ours/step"] == pytest.approx(12 * 24)
+    flops = model_flops_per_step(bench_of().transformer_config(), 24, 12)
+    assert found["ours/model_flops_per_s"] * found["ours/step"] == pytest.approx(flops)
+
+
 def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "megatron.core", None)
     with pytest.raises(ValueError, match="`peers` must not contain megatron_core if it is not installed"):
@@ -193,8 +221,8 @@ def test_a_peer_that_is_not_installed_is_named(monkeypatch) -> None:
 def test_our_step_trains() -> None:
     bench = bench_of(lr=1e-2)
     ours = Ours(bench, CPU, "fp32")
-    batch = make_batches(bench.transformer_config(), bench, 1, CPU)[0]
-    losses = [float(ours.step(batch, number)) for number in range(20)]
+    (batches,) = make_batches(bench.transformer_config(), bench, 1, CPU)
+    losses = [float(ours.step(batches, number)) for number in range(20)]
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -221,6 +249,7 @@ def test_our_step_trains() -> None:
         (["peak_tflops_per_s=0"], "`peak_tflops_per_s` must be above 0"),
         (["model=bert_tiny", "peers=[megatron_core]"], "`peers` of a BERT must be hf_eager, hf_compiled or"),
         (["seq_length=4096"], "`seq_length` must be at most `model.max_position_embeddings` (128)"),
+        (["global_batch_size=12"], "`global_batch_size` must be a multiple of `micro_batch_size` (8), but is 12"),
         (["rounds=0"], "`rounds` must be a whole number of at least 1"),
         (["num_threads=100000"], "`num_threads` must be at most the"),
         (["seed=-1"], "`seed` must be at least 0 and below 2^63, but is -1"),

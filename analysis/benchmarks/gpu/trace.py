@@ -12,7 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from analysis.benchmarks.config import BenchConfig
-from analysis.benchmarks.peers.contender import make_batches
+from analysis.benchmarks.peers.contender import Batch, make_batches
 from analysis.benchmarks.peers.ours import Ours
 from lmscale.planner.memory import GIB
 from lmscale.results import new_record
@@ -41,18 +41,18 @@ def trace(bench: BenchConfig, path: Path) -> dict:
     torch.set_float32_matmul_precision("medium")
     counters.clear()
     ours = Ours(bench, device, bench.precision.dtype)  # first: it sets the allocator
-    batches = make_batches(bench.transformer_config(), bench, 1, device)
+    (batches,) = make_batches(bench.transformer_config(), bench, 1, device)
     number = 0
     for _ in range(bench.warm_up_steps):
-        ours.step(batches[0], number)
+        ours.step(batches, number)
         number += 1
-    places = _sync_places(ours, batches[0], number) if device.type == "cuda" else {}
-    times = [_host_and_step_s(ours, batches[0], number + 1 + step, device) for step in range(3)]
+    places = _sync_places(ours, batches, number) if device.type == "cuda" else {}
+    times = [_host_and_step_s(ours, batches, number + 1 + step, device) for step in range(3)]
     number += len(times)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as profiler:
         for step in range(number + 1, number + 1 + bench.steps_per_round):
-            ours.step(batches[0], step)
+            ours.step(batches, step)
     profiler.export_chrome_trace(str(path))
     record = _record(bench, name, profiler, places)
     for key, values in zip(("host", "step_untraced"), zip(*times, strict=True), strict=True):
@@ -60,24 +60,24 @@ def trace(bench: BenchConfig, path: Path) -> dict:
     return record
 
 
-def _host_and_step_s(ours: Ours, batch: dict, number: int, device: torch.device) -> tuple[float, float]:
+def _host_and_step_s(ours: Ours, batches: list[Batch], number: int, device: torch.device) -> tuple[float, float]:
     """Seconds until the host has enqueued a step on an idle device, and until the step is done."""
     started = time.perf_counter()
-    ours.step(batch, number)
+    ours.step(batches, number)
     enqueued = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return enqueued - started, time.perf_counter() - started
 
 
-def _sync_places(ours: Ours, batch: dict, number: int) -> dict[str, int]:
+def _sync_places(ours: Ours, batches: list[Batch], number: int) -> dict[str, int]:
     """Places where the host synchronizes in one step, by file and line, found by torch's debug mode."""
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            ours.step(batch, number)
+            ours.step(batches, number)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [w for w in caught if "synchroniz" in str(w.message)]

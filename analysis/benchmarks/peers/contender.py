@@ -26,12 +26,16 @@ class Contender(ABC):
     attention: str | None = None  # ours: `model.attention`, or what `auto` selected
 
     @abstractmethod
-    def step(self, batch: Batch, number: int) -> float | Tensor:
-        """Train on a batch; returns its mean loss before the update (BERT: masked words plus sentence order)."""
+    def step(self, batches: list[Batch], number: int) -> float | Tensor:
+        """Train on the micro-batches of a step: a forward and backward pass of each, then one update.
+
+        Returns:
+            the mean of their mean losses before the update (BERT: masked words plus sentence order).
+        """
 
 
-def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, device: torch.device) -> list[Batch]:
-    """Draw batches of token ids from a Zipf distribution, so that the loss can decrease.
+def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, device: torch.device) -> list[list[Batch]]:
+    """Draw the micro-batches of `count` steps: token ids from a Zipf distribution, so that the loss can decrease.
 
     GPT: `tokens`, `labels` (the next tokens) and `unshifted` [b, s]. BERT: 15 % of the labels, `token_types`, a mask of
     ones, `sop_labels`, and `scored`.
@@ -41,7 +45,8 @@ def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, devi
     weights[0] = 0.0  # transformers' BERT treats it as padding, without gradient
     shape = (bench.micro_batch_size, bench.length)
     found: list[dict[str, Any]] = []
-    for _ in range(count):
+    per_step = bench.step_sequences // bench.micro_batch_size
+    for _ in range(count * per_step):
         drawn = torch.multinomial(weights, shape[0] * (shape[1] + 1), replacement=True, generator=generator)
         drawn = drawn.view(shape[0], shape[1] + 1)
         if config.family == "gpt":
@@ -57,4 +62,5 @@ def make_batches(config: TransformerConfig, bench: BenchConfig, count: int, devi
         batch["sop_labels"] = torch.randint(0, 2, shape[:1], generator=generator)
         batch["scored"] = scored_positions(batch["labels"])
         found.append(batch)
-    return [{key: value.contiguous().to(device) for key, value in batch.items()} for batch in found]
+    moved = [{key: value.contiguous().to(device) for key, value in batch.items()} for batch in found]
+    return [moved[first : first + per_step] for first in range(0, len(moved), per_step)]

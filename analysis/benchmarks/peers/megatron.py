@@ -65,8 +65,14 @@ class MegatronCore(Contender):
         self.model = model.to(device, dtype).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=bench.lr, weight_decay=0.01, fused=True)
 
-    def step(self, batch: Batch, number: int) -> Tensor:
+    def step(self, batches: list[Batch], number: int) -> Tensor:
         self.optimizer.zero_grad()
+        losses = [self._backward(batch, len(batches)) for batch in batches]
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        self.optimizer.step()
+        return sum(losses)
+
+    def _backward(self, batch: Batch, count: int) -> Tensor:
         tokens, labels = batch["tokens"], batch["labels"]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         size = 1, 1, tokens.shape[1], tokens.shape[1]
@@ -74,10 +80,8 @@ class MegatronCore(Contender):
         is_scored = labels != IGNORE_LABEL
         with _no_cuda(self.is_cpu):
             losses = self.model(tokens, positions, hidden, labels=labels.masked_fill(~is_scored, 0))
-            loss = (losses.float() * is_scored).sum() / is_scored.sum()
+            loss = (losses.float() * is_scored).sum() / is_scored.sum() / count
             loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
         return loss.detach()
 
 

@@ -46,15 +46,17 @@ class Ours(Contender):
         parameters = self.model.named_parameters()
         self.optimizer = MixedPrecisionAdamW(parameters, optimizer, bench.precision, context, bench.compiles)
 
-    def step(self, batch: Batch, number: int) -> Tensor:
-        with preferred_backend(self.model.config.attention):
-            return self._step(batch, number)
-
-    def _step(self, batch: Batch, number: int) -> Tensor:
+    def step(self, batches: list[Batch], number: int) -> Tensor:
         self.optimizer.zero_grad()
+        with preferred_backend(self.model.config.attention):
+            losses = [self._backward(batch, number, index, len(batches)) for index, batch in enumerate(batches)]
+        self.optimizer.step()
+        return sum(losses)
+
+    def _backward(self, batch: Batch, number: int, index: int, count: int) -> Tensor:
         tokens, labels = batch["tokens"], batch["labels"]
-        seed_rank_generator(self.bench.seed, number, 0, 0, 0)
-        numbers = number * len(tokens) + torch.arange(len(tokens), device=tokens.device)
+        seed_rank_generator(self.bench.seed, number, index, 0, 0)
+        numbers = (number * count + index) * len(tokens) + torch.arange(len(tokens), device=tokens.device)
         keys = sample_dropout_keys(self.bench.seed, numbers)
         batch, order = batch | {"attention_mask": None}, 0.0
         targets = None if self.teacher is None else self.teacher.targets(batch)
@@ -64,9 +66,8 @@ class Ours(Contender):
             inputs = tokens, batch["token_types"], None, labels, keys, batch["scored"], targets
             words, order = self.model(*inputs)
             words, order = words / len(batch["scored"]), F.cross_entropy(order.float(), batch["sop_labels"])
-        loss = order + (words if targets is None else self.teacher.mix(words))
+        loss = (order + (words if targets is None else self.teacher.mix(words))) / count
         loss.backward()
-        self.optimizer.step()
         return loss.detach()
 
 

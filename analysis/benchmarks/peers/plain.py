@@ -33,14 +33,17 @@ class Plain(Contender):
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of a batch."""
 
-    def step(self, batch: Batch, number: int) -> Tensor:
+    def step(self, batches: list[Batch], number: int) -> Tensor:
         self.optimizer.zero_grad()
-        with self.autocast():
-            loss = self.loss(batch)
-        loss.backward()
+        losses = []
+        for batch in batches:
+            with self.autocast():
+                loss = self.loss(batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
-        return loss.detach()
+        return sum(losses)
 
 
 class HuggingFace(Plain):
