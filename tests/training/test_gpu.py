@@ -82,17 +82,31 @@ def test_apex_matches_torch_on_a_gpu(tmp_path) -> None:
     assert apex == pytest.approx(torch_, rel=5e-3)
 
 
-@pytest.mark.parametrize("attention", ["flash", "efficient"])
-def test_a_compiled_layer_calls_the_backend_of_model_attention(attention) -> None:
-    config = tiny_run("gpt", Path("x"), model__hidden_size=64, model__attention=attention).model
+@pytest.mark.parametrize("attention", ["flash", "efficient", "cudnn", "flash3"])
+def test_a_compiled_layer_calls_the_backend_of_model_attention_and_equals_exact_attention(attention) -> None:
+    if attention == "flash3":
+        pytest.importorskip("flash_attn_interface")
+    sizes = {"model__hidden_size": 64, "model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
+    configs = [tiny_run("gpt", Path("x"), **sizes, model__attention=name).model for name in ("exact", attention)]
     torch.compiler.reset()  # the backend is chosen while tracing
-    with torch.device("cuda"), preferred_backend(attention):
-        layer = TransformerLayer(config, ParallelContext(), 0).bfloat16()
-        layer.compile(dynamic=False)
-        with torch.profiler.profile() as profiler:
-            layer(torch.randn(2, 32, 64, dtype=torch.bfloat16, requires_grad=True), None, None).sum().backward()
-    called = {event.key for event in profiler.key_averages()}
-    assert f"aten::_scaled_dot_product_{attention}_attention" in called
+    x = torch.randn(2, 32, 64, dtype=torch.bfloat16, device="cuda")
+    found, called = [], set()
+    for config in configs:
+        with torch.device("cuda"), preferred_backend(config.attention):
+            layer = TransformerLayer(config, ParallelContext(), 0).bfloat16()
+            torch.manual_seed(1)
+            for weight in layer.parameters():
+                torch.nn.init.normal_(weight, std=0.2)  # much attention beside the residual
+            layer.compile(dynamic=False)
+            entry = x.clone().requires_grad_()
+            with torch.profiler.profile() as profiler:
+                out = layer(entry, None, None)
+                out.square().sum().backward()
+        found.append([each.float() for each in (out.detach(), entry.grad)])
+        called = {event.key for event in profiler.key_averages()}
+    assert f"aten::_scaled_dot_product_{attention.rstrip('3')}_attention" in called
+    for ours, exact in zip(*found, strict=True):
+        assert (ours - exact).norm() < 0.02 * exact.norm()
 
 
 # Recomputation must repeat the dropout of the forward pass, and a resumed run must draw the same dropout as an

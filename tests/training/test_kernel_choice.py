@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,13 @@ import pytest
 import torch
 from composed import composed_run as composed
 from runs import assert_same_run, read_record, tiny_run, train_here
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,
+    _fa3,
+    current_flash_attention_impl,
+    register_flash_attention_impl,
+)
 
 from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config import Layout
@@ -21,7 +28,7 @@ from lmscale.runtime.ranks import Ranks
 from lmscale.runtime.world import World
 from lmscale.training import agreement, kernel_choice
 from lmscale.training.agreement import agree_on_kernels
-from lmscale.training.kernel_choice import keep_compile, resolve_attention
+from lmscale.training.kernel_choice import check_attention, keep_compile, resolve_attention
 from lmscale.training.resolve import check, resolve
 from lmscale.training.run import Run, Start
 
@@ -212,6 +219,43 @@ def test_a_backend_must_be_clearly_faster_to_replace_the_one_before_it() -> None
     assert choose_fastest({"efficient": 2.0}) == "efficient"
 
 
+def test_flash_attention_3_takes_the_place_of_2_as_long_as_it_is_asked_for() -> None:
+    calls = []
+    register_flash_attention_impl("FA3", register_fn=lambda: calls.append("on") or SimpleNamespace(remove=calls.clear))
+    try:
+        with preferred_backend("flash3"):
+            assert calls == ["on"] and current_flash_attention_impl() == "FA3"
+            assert _cur_sdpa_kernel_backends() == [SDPBackend.FLASH_ATTENTION]
+    finally:
+        register_flash_attention_impl("FA3", register_fn=_fa3.register_flash_attention_fa3)
+    assert calls == [] and current_flash_attention_impl() is None
+    with pytest.raises(ModuleNotFoundError, match="flash_attn_interface"), preferred_backend("flash3"):
+        pass
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "flash3"])
+def test_kernels_without_dropout_or_masks_are_refused_where_these_occur(attention) -> None:
+    changes = {"model__attention": attention}
+    with pytest.raises(
+        ValueError, match=rf"^`model.attention_dropout` must be 0 with attention={attention}, .* is 0.1$"
+    ):
+        tiny_run("gpt", Path("x"), **changes, model__attention_dropout=0.1)
+    with pytest.raises(ValueError, match=rf"^`model.attention` must be .* with family=bert, .* but is '{attention}'$"):
+        tiny_run("bert", Path("x"), **changes, model__attention_dropout=0.0)
+    with pytest.raises(ValueError, match=f"must be sdpa, exact or auto on a CPU, but is {attention}"):
+        check_attention(attention, False, "bf16")
+    with pytest.raises(ValueError, match=f"must not be {attention} with precision=fp32: its kernel has half types"):
+        check_attention(attention, True, "fp32")
+
+
+def test_flash_attention_3_must_be_installed(monkeypatch) -> None:
+    check_attention("cudnn", True, "bf16")
+    with pytest.raises(ValueError, match="must not be flash3 if flash_attn_interface is not installed, but is flash3"):
+        check_attention("flash3", True, "bf16")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(__spec__=object()))
+    check_attention("flash3", True, "bf16")
+
+
 def test_backends_that_refuse_the_inputs_are_not_chosen() -> None:
     config = tiny_run("gpt", Path("x")).model
     sizes = (1, 2, 16, torch.float32, torch.device("cpu"))
@@ -226,6 +270,9 @@ def test_the_preferred_backend_is_first_and_the_rest_stays_available() -> None:
         assert order[0] is SDPBackend.EFFICIENT_ATTENTION
         assert set(order[1:]) == {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}  # without cuDNN's
         assert torch.compiler.config.cache_key_tag == "efficient"
+    with preferred_backend("cudnn"):
+        assert _cur_sdpa_kernel_backends() == [SDPBackend.CUDNN_ATTENTION]  # no other in its place
+        assert torch.compiler.config.cache_key_tag == "cudnn"
     with preferred_backend("sdpa"):
         assert _cur_sdpa_kernel_backends(with_priority=True) == before
     assert torch.compiler.config.cache_key_tag == ""

@@ -14,7 +14,7 @@ from lmscale.models.attention_backend import fastest_backend, preferred_backend
 from lmscale.parallel import IGNORE_LABEL, ParallelContext, sample_dropout_keys, seed_rank_generator
 from lmscale.runtime.accelerator import check_products, keep_partial_sums_in_fp32, set_allocator
 from lmscale.runtime.cpu_settings import keep_heap
-from lmscale.training.kernel_choice import choose_attention
+from lmscale.training.kernel_choice import check_attention, choose_attention
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
 from lmscale.training.step.training_module import DTYPES
 from lmscale.training.teacher import Teacher
@@ -72,9 +72,14 @@ class Ours(Contender):
 
 
 def resolve_attention(bench: BenchConfig, device: torch.device, dtype: str) -> TransformerConfig:
-    """The model with `model.attention=auto` resolved as `train.py` does."""
+    """The model with `model.attention=auto` resolved as `train.py` does.
+
+    Raises:
+        ValueError: as `check_attention`.
+    """
     config = bench.transformer_config()
     if bench.model.get("attention") != "auto":
+        check_attention(config.attention, device.type == "cuda", dtype)
         return config
     if device.type == "cuda":
         sizes = 1, bench.micro_batch_size, bench.length

@@ -17,7 +17,8 @@ from .family import Family, family_of, load
 
 FLOAT8_MULTIPLE = 16  # the sides of a float8 product on a GPU
 BASES = ("base_hidden_size", "base_num_layers", "base_head_size")
-Attention = Literal["sdpa", "flash", "efficient", "exact"]
+Attention = Literal["sdpa", "flash", "efficient", "cudnn", "flash3", "exact"]
+WITHOUT_DROPOUT = ("cudnn", "flash3")  # attentions whose kernel has no dropout that can be used, and no mask
 # What the backward pass recomputes instead of keeping in memory (section 4.2, activation checkpointing). `none` keeps
 # everything; `selective` recomputes the GELU and, unless a GPU's fused kernel computes it, the attention core, which
 # cost little and communicate nothing; `full` keeps one [b, s, h] tensor per layer, as the paper does.
@@ -83,8 +84,10 @@ class ModelConfig(Checked):
         base_hidden_size: width at which the parametrization equals `standard`; None: the model's own.
         base_num_layers: depth at which it does (`completep`); None: the model's own.
         base_head_size: head size at which it does; None: the model's own.
-        attention: torch's fused kernels (`sdpa`), one of them first, plain softmax whose dropout does not depend on the
-            layout (`exact`), or the fastest by measurement (`auto`).
+        attention: torch's fused kernels (`sdpa`), one of them first (`flash`, `efficient`), plain softmax whose dropout
+            does not depend on the layout (`exact`), or the fastest of these by measurement (`auto`). A causal model in
+            a half type without attention dropout can have cuDNN's kernel (`cudnn`) or FlashAttention-3's (`flash3`,
+            package `flash_attn_interface`) and no other.
         recompute: activation checkpointing; `auto`: as little as fits in memory.
         name: label used in the names of runs; ignored in comparisons.
 
@@ -125,6 +128,11 @@ class ModelConfig(Checked):
         super().__post_init__()
         check(Literal[*_placements()], self.norm_order, "norm_order")
         check(Literal[*_parametrizations()], self.parametrization, "parametrization")
+        if self.attention in WITHOUT_DROPOUT:
+            rule = f"0 with attention={self.attention}, whose kernel is used without"
+            require(self, "attention_dropout", rule, self.attention_dropout == 0)
+            rule = f"sdpa, flash, efficient, exact or auto with family={self.family}, which has masks"
+            require(self, "attention", rule, self.traits.is_causal)
         rules = _parametrizations()[self.parametrization]
         for name in BASES if self.parametrization == "standard" else () if rules.scales_depth else ("base_num_layers",):
             require(self, name, f"null with parametrization={self.parametrization}", getattr(self, name) is None)

@@ -9,38 +9,60 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
 from ..config import TransformerConfig
+from ..config.model import WITHOUT_DROPOUT
 
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+ALL_BACKENDS = BACKENDS | {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash3": SDPBackend.FLASH_ATTENTION}
 WARM_UP, CALLS = 3, 10
 LEAST_GAIN = 0.03  # a backend replaces one that stands before it in `BACKENDS` only if it is faster by this share
 
 
 @contextlib.contextmanager
-def preferred_backend(attention: str) -> Iterator[None]:
-    """Within it, torch tries the backend of `model.attention` first, and the other where that one refuses an input.
+def only_backend(attention: str) -> Iterator[None]:
+    """Within it, torch takes this one of `ALL_BACKENDS`, and raises RuntimeError where it refuses an input."""
+    if attention == "flash3":  # takes the place of torch's FlashAttention-2
+        activate_flash_attention_impl("FA3")
+    try:
+        with sdpa_kernel(ALL_BACKENDS[attention]):
+            yield
+    finally:
+        if attention == "flash3":
+            restore_flash_attention_impl()
 
-    cuDNN's is not tried. It rounds the probability of dropout to sixteenths on torch 2.11, and later versions refuse
-    others (pytorch#174245). Its backward pass with a mask can give nan (pytorch#196678, torch 2.11 to 2.13).
+
+@contextlib.contextmanager
+def preferred_backend(attention: str) -> Iterator[None]:
+    """Within it, torch takes the backend of `model.attention`: of `BACKENDS` first, and the other where it refuses an
+    input; of `WITHOUT_DROPOUT` alone.
+
+    cuDNN's is not tried by itself. It rounds the probability of dropout to sixteenths on torch 2.11, and later versions
+    refuse others (pytorch#174245). Its backward pass with a mask can give nan (pytorch#196678, torch 2.11 to 2.13).
     `build_model` also takes it out of torch's own choice, where it is first on new GPUs.
 
     Args:
-        attention: a name in `BACKENDS`; any other leaves torch's own order.
+        attention: a name in `ALL_BACKENDS`; any other leaves torch's own order.
     """
-    if attention not in BACKENDS:
+    if attention not in ALL_BACKENDS:
         yield
         return
     # At its first choice on Hopper torch 2.11 to 2.13 otherwise sets an order of its own, cuDNN's first, over this one.
     os.environ["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"
     others = [backend for name, backend in BACKENDS.items() if name != attention]
+    order = [ALL_BACKENDS[attention], *others, SDPBackend.MATH]
+    chosen = only_backend(attention) if attention in WITHOUT_DROPOUT else sdpa_kernel(order, set_priority=True)
     # The compiler's cache on disk does not know the order: without the tag it would return another backend's layer.
-    tag = torch.compiler.config.patch(cache_key_tag=attention)
-    with sdpa_kernel([BACKENDS[attention], *others, SDPBackend.MATH], set_priority=True), tag:
+    with chosen, torch.compiler.config.patch(cache_key_tag=attention):
         yield
 
 
@@ -71,9 +93,9 @@ def fastest_backend(
         out.transpose(1, 2).flatten(2).backward(grad)
 
     seconds: dict[str, float] = {}
-    for name, backend in BACKENDS.items():
+    for name in BACKENDS:
         # torch says by an error that a backend does not take these inputs, and why by warnings.
-        with warnings.catch_warnings(action="ignore"), contextlib.suppress(RuntimeError), sdpa_kernel(backend):
+        with warnings.catch_warnings(action="ignore"), contextlib.suppress(RuntimeError), only_backend(name):
             seconds[name] = _median_time_s(forward_and_backward, device)
     return choose_fastest(seconds)
 

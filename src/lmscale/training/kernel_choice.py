@@ -1,5 +1,6 @@
 """The kernels and the attention of a run: `compile`, `kernels`, `cuda_graphs`, `deterministic`, `model.attention`."""
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -7,6 +8,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from ..config.model import WITHOUT_DROPOUT
 from ..config.pretrain import RunConfig
 from ..kernels import Kernels, apex_problem
 from ..runtime.machine import usable_cores
@@ -17,7 +19,7 @@ from ..runtime.machine import usable_cores
 # five times as fast it still gains what the compiler takes.
 FLOPS_PER_S_PER_CORE = 0.2e12
 LEAST_SECONDS = 20 * 60
-GPU_ATTENTIONS = ("flash", "efficient")  # values of `model.attention` that only a GPU has
+GPU_ATTENTIONS = ("flash", "efficient", *WITHOUT_DROPOUT)  # values of `model.attention` that only a GPU has
 _determinism: set[bool] = set()  # of the jobs of this process so far
 
 
@@ -112,7 +114,7 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, kept: Any) -
     A run that is resumed on the same accelerator keeps what its checkpoint was trained with.
 
     Raises:
-        ValueError: a GPU's backend on a CPU, or layers that no compiler here can build.
+        ValueError: as `check_attention`, or layers that no compiler here can build.
     """
     if compiles and not _has_compiler(on_gpu):
         needed = (
@@ -120,8 +122,7 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, kept: Any) -
         )
         raise ValueError(f"`compile` must {needed} and Python's headers, but is {str(compiles).lower()}")
     requested = run.model.attention
-    if requested in GPU_ATTENTIONS and not on_gpu:
-        raise ValueError(f"`model.attention` must be sdpa, exact or auto on a CPU, but is {requested}")
+    check_attention(requested, on_gpu, run.precision.dtype)
     if requested != "auto":
         return requested
     if kept is not None and (on_gpu or kept.model["attention"] not in GPU_ATTENTIONS):
@@ -129,6 +130,20 @@ def resolve_attention(run: RunConfig, on_gpu: bool, compiles: bool, kept: Any) -
     if on_gpu:
         return "sdpa" if run.deterministic else None  # two measurements need not agree
     return choose_attention(compiles, run.model.attention_dropout)
+
+
+def check_attention(attention: str, on_gpu: bool, dtype: str) -> None:
+    """Refuse a kernel that this machine or the type of a run does not have.
+
+    Raises:
+        ValueError: a GPU's kernel on a CPU, one of half types in another, FlashAttention-3 that is not installed.
+    """
+    if attention in GPU_ATTENTIONS and not on_gpu:
+        raise ValueError(f"`model.attention` must be sdpa, exact or auto on a CPU, but is {attention}")
+    if attention in WITHOUT_DROPOUT and dtype in ("fp32", "fp64"):
+        raise ValueError(f"`model.attention` must not be {attention} with precision={dtype}: its kernel has half types")
+    if attention == "flash3" and importlib.util.find_spec("flash_attn_interface") is None:
+        raise ValueError("`model.attention` must not be flash3 if flash_attn_interface is not installed, but is flash3")
 
 
 def choose_attention(compiles: bool, dropout: float) -> str:
