@@ -1,4 +1,4 @@
-"""Time torch's attention backends on the same inputs, forward and backward, with their rounding errors.
+"""Time torch's attention backends on the same inputs, forward and backward, and compare each with plain softmax.
 
 python analysis/benchmarks/gpu/attention_backends.py --shape gpt_1.2b:16:16:1024:96 --record FILE
 """
@@ -7,6 +7,7 @@ import argparse
 import math
 import statistics
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from analysis.benchmarks.gpu.device import median_time_s, require_device
 from lmscale.cli.errors import one_line_errors
-from lmscale.models.attention_backend import BACKENDS as FUSED
+from lmscale.models.attention_backend import ALL_BACKENDS, only_backend
 from lmscale.results import new_record, record_argument, report
 
-BACKENDS = FUSED | {"cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}  # no model takes cuDNN's
+BACKENDS = (*ALL_BACKENDS, "math")
+LARGEST_ERROR = 0.02  # relative, in bf16; a wrong mask gives a fast kernel
 
 
 @dataclass(frozen=True)
@@ -68,63 +70,85 @@ def time_backends(
     Args:
         backends: names of `BACKENDS`.
     """
-    qkv = torch.randn(shape.b, shape.s, shape.n, 3, shape.d, dtype=torch.bfloat16, device=device, requires_grad=True)
-    grad = torch.randn(shape.b, shape.s, shape.n * shape.d, dtype=torch.bfloat16, device=device)
+    qkv, grad = _inputs(shape, shape.b, device)
+    step = partial(_forward_and_backward, qkv, grad, shape, dropout)
     times: dict[str, list[float]] = {}
     refused = {}
     for name in backends:
         try:
-            _attend(qkv, shape, dropout, name).backward(grad)
+            with _backend(name):
+                step()
             times[name] = []
-        except RuntimeError as error:  # torch raises it for inputs that a backend does not support
+        except (RuntimeError, ImportError) as error:  # inputs that a backend does not support; no FlashAttention-3
             refused[name] = str(error).strip().splitlines()[0]
     for _ in range(rounds):
         for name, found in times.items():
-            step = partial(_forward_and_backward, qkv, grad, shape, dropout, name)
-            found.append(median_time_s(step, device, repeats))
+            with _backend(name):
+                found.append(median_time_s(step, device, repeats))
     return {name: statistics.median(found) for name, found in times.items()}, refused
 
 
-def relative_error(shape: AttentionShape, backend: str, device: torch.device) -> float:
-    """||out - reference|| / ||reference|| of one sequence without dropout; the reference is computed in fp32."""
-    qkv = torch.randn(1, shape.s, shape.n, 3, shape.d, dtype=torch.bfloat16, device=device)
-    out = _attend(qkv, shape, 0.0, backend).float()
-    q, k, v = qkv.float().permute(3, 0, 2, 1, 4)  # each [1, n, s, d]
+def relative_errors(shape: AttentionShape, backend: str, device: torch.device) -> tuple[float, float]:
+    """||out - reference|| / ||reference|| of one sequence without dropout, and of the gradient of Q, K and V.
+
+    The reference is plain softmax in fp32, as with `model.attention=exact`.
+    """
+    qkv, grad = _inputs(shape, 1, device)
+    with _backend(backend):
+        out = _forward_and_backward(qkv, grad, shape, 0.0)
+    exact = qkv.detach().float().requires_grad_()
+    q, k, v = exact.permute(3, 0, 2, 1, 4)  # each [1, n, s, d]
     scores = q @ k.transpose(-1, -2) / math.sqrt(shape.d)
     if shape.causal:
         hidden = torch.ones(shape.s, shape.s, dtype=torch.bool, device=device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
     reference = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
-    return float((out - reference).norm() / reference.norm())
+    reference.backward(grad.float())
+    pairs = (out.float(), reference.detach()), (qkv.grad.float(), exact.grad)
+    return tuple(float((found - wanted).norm() / wanted.norm()) for found, wanted in pairs)
 
 
-def _attend(qkv: Tensor, shape: AttentionShape, dropout: float, backend: str) -> Tensor:
-    q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n, s, d], as models/attention.py makes them
-    with sdpa_kernel(BACKENDS[backend]):
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=shape.causal)
-    return out.transpose(1, 2).flatten(2)  # [b, s, n d]
+def _inputs(shape: AttentionShape, b: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The fused QKV output [b, s, n, 3, d] and a gradient of the attention's output [b, s, n d]."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    qkv = torch.randn(b, shape.s, shape.n, 3, shape.d, **options, requires_grad=True)
+    return qkv, torch.randn(b, shape.s, shape.n * shape.d, **options)
 
 
-def _forward_and_backward(qkv: Tensor, grad: Tensor, shape: AttentionShape, dropout: float, backend: str) -> None:
+def _backend(name: str) -> AbstractContextManager:
+    return sdpa_kernel(SDPBackend.MATH) if name == "math" else only_backend(name)
+
+
+def _forward_and_backward(qkv: Tensor, grad: Tensor, shape: AttentionShape, dropout: float) -> Tensor:
     qkv.grad = None
-    _attend(qkv, shape, dropout, backend).backward(grad)
+    q, k, v = qkv.permute(3, 0, 2, 1, 4)  # each [b, n, s, d], as models/attention.py makes them
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=shape.causal)
+    out = out.transpose(1, 2).flatten(2)  # [b, s, n d]
+    out.backward(grad)
+    return out.detach()
 
 
 def measure(options: argparse.Namespace) -> dict:
-    """Measure all shapes, dropouts and backends; for a refused input the record has torch's reason."""
+    """Measure all shapes, dropouts and backends; a refused input has torch's reason, and a wrong result no time."""
     device, name = require_device(options.accelerator)
     torch.manual_seed(options.seed)
     metrics, refused = {}, {}
     for shape in map(AttentionShape.parse, options.shape):
+        wrong = set()
         for dropout in (0.0, options.dropout):
             case = f"{shape.name}/dropout_{dropout:g}"
             times, reasons = time_backends(shape, options.backends, dropout, device, options.rounds, options.repeats)
-            metrics |= {f"{case}/{backend}": {"value": time, "unit": "s"} for backend, time in times.items()}
-            refused |= {f"{case}/{backend}": reason for backend, reason in reasons.items()}
             if dropout == 0.0:
                 for backend in times:
-                    error = relative_error(shape, backend, device)
-                    metrics[f"{shape.name}/error/{backend}"] = {"value": error, "unit": "relative"}
+                    errors = dict(zip(("error", "gradient"), relative_errors(shape, backend, device), strict=True))
+                    for what, error in errors.items():
+                        metrics[f"{shape.name}/{what}/{backend}"] = {"value": error, "unit": "relative to exact"}
+                    if not max(errors.values()) <= LARGEST_ERROR:
+                        wrong.add(backend)
+            refused |= {f"{case}/{backend}": reason for backend, reason in reasons.items()}
+            refused |= {f"{case}/{backend}": "wrong: it differs from exact attention" for backend in wrong}
+            right = {backend: time for backend, time in times.items() if backend not in wrong}
+            metrics |= {f"{case}/{backend}": {"value": time, "unit": "s"} for backend, time in right.items()}
     config = {key: value for key, value in vars(options).items() if key != "record"}
     return new_record("attention_backends", "run", config, options.seed, metrics, device=name) | {"refused": refused}
 
