@@ -15,8 +15,6 @@ from analysis.benchmarks.config import BenchConfig
 from lmscale.cli.hydra_main import run_hydra_main, run_task
 from lmscale.results import record_path, report
 
-NUM_SHOWN = 25  # kernels of a trace
-
 
 def bench(values: dict) -> None:
     """Check the keys, run the comparison or the trace, print the metrics and write the record."""
@@ -24,12 +22,11 @@ def bench(values: dict) -> None:
     path = None if config.record is None else record_path(config.record)
     # torch and transformers take seconds to import, so the cheap checks come first.
     if config.trace:
+        from analysis.benchmarks.gpu.operations import describe
         from analysis.benchmarks.gpu.trace import trace
 
         record = trace(config, path.with_name(f"{path.stem}.trace.json.gz"))
-        for kernel in record["kernels"][:NUM_SHOWN]:
-            calls, seconds, name = kernel["calls_per_step"], kernel["s_per_step"], kernel["name"][:80]
-            print(f"{kernel['share']:6.1%} {calls:8.1f} x {1e3 * seconds:9.3f} ms/step  {name}")
+        print(describe(record["operations"]))
         print(*(f"{title}: {record[title]}" for title in ("syncs", "sync_places", "graph_breaks")), sep="\n")
         report(record, path)
         return

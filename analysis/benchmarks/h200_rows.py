@@ -180,8 +180,10 @@ def imports() -> str:
     Raises:
         ValueError: some cannot be imported, with the reasons.
     """
+    import torch
+
     missing = []
-    for name in IMPORTS:
+    for name in (*IMPORTS, *["pynvml"] * torch.cuda.is_available()):  # nvidia-ml-py, which reads a GPU's clocks
         try:
             importlib.import_module(name)
         except ImportError as error:

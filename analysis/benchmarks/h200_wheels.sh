@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 [ $# -eq 1 ] || { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit 2; }
 FOLDER=$1
 PYTHON=${PYTHON:-.venv/bin/python}
-PACKAGES=("hydra-core>=1.3.2,<1.4" "omegaconf>=2.3,<2.4" "antlr4-python3-runtime==4.9.*")
+PACKAGES=("hydra-core>=1.3.2,<1.4" "omegaconf>=2.3,<2.4" "antlr4-python3-runtime==4.9.*" "nvidia-ml-py>=13")
 LIMIT_MIB=64
 
 rm -rf "$FOLDER"
