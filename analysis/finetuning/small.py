@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
 from analysis.finetuning.inputs import RECORDS, prepare_inputs, sets_of
-from analysis.report.records import add_line, read_lines
+from analysis.report.records import ONE_THREAD, add_line, read_lines
 from analysis.running import ROOT, run_python
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, path_argument, record_argument, report
@@ -160,8 +160,7 @@ def summarize(recorded: dict[str, dict[str, Any]]) -> dict[str, Any]:
             metrics |= {f"{task}/{name}": entry for name, entry in found.items()}
             compared[task] = case.metric
     config = {"metrics": compared, "seeds": list(SEEDS)}
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    return new_record("finetune_small", "scaled_down", config, SEEDS[0], metrics, device="cpu", layout=layout)
+    return new_record("finetune_small", "scaled_down", config, SEEDS[0], metrics, **ONE_THREAD)
 
 
 @one_line_errors()

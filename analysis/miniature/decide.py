@@ -20,7 +20,7 @@ from scipy import stats
 
 from analysis.miniature import run
 from analysis.norm_order.hypotheses import LEVEL, holm
-from analysis.report.records import read_lines
+from analysis.report.records import ONE_THREAD, read_lines
 from lmscale.cli.errors import one_line_errors
 from lmscale.config import TransformerConfig
 from lmscale.config.finetune import objective_of
@@ -181,8 +181,7 @@ def summarize(records: Mapping[str, dict[str, Any]], left: list[str]) -> dict[st
         correlation, number = association(cells, scores)
         metrics["association"] = {"value": correlation, "unit": f"Spearman's rho of {number} pretrainings"}
     config = {"tests": [] if left else decide(cells, scores), "cells": len(records), "left": len(left)}
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    return new_record("miniature", "scaled_down", config, 1, metrics, device="cpu", layout=layout)
+    return new_record("miniature", "scaled_down", config, 1, metrics, **ONE_THREAD)
 
 
 @one_line_errors()

@@ -33,7 +33,7 @@ from analysis.norm_order.limits import describe_limits, place, read_limits, read
 from analysis.norm_order.run import FILES, RECORDS, read_groups
 from analysis.norm_order.run_folder import NATS
 from analysis.norm_order.summary import summarize
-from analysis.report.records import read_lines
+from analysis.report.records import ONE_THREAD, read_lines
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, path_argument, write_record
 
@@ -141,7 +141,7 @@ def describe_repeats(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, di
 
 
 def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
-    """The outcome, `config` and `metrics`, from the results of `study_cells` and `read_outcomes`."""
+    """The record of the second study, from the results of `study_cells` and `read_outcomes`."""
     limits, rule = read_limits(cells), judge(mechanism_cells(cells))
     tests = run_tests(cells, limits, rule)
     recovered = recovery(cells, limits, tests)
@@ -164,7 +164,8 @@ def decide(cells: pd.DataFrame, repeats: pd.DataFrame) -> dict[str, Any]:
         for test, key in itertools.product(tests, ("effect", "low", "high"))
         if test["effect"] is not None
     }
-    return {"config": config, "metrics": metrics}
+    seed = int(cells["seed"].iloc[0])
+    return new_record("norm_order_study", "scaled_down", config, seed, metrics, **ONE_THREAD)
 
 
 def compare_long(cells: pd.DataFrame) -> dict[str, Any]:
@@ -175,8 +176,7 @@ def compare_long(cells: pd.DataFrame) -> dict[str, Any]:
         test["p_holm"] = p_holm
     metrics = {name: {"value": test["effect"], "unit": test["unit"]} for name, test in tests.items()}
     metrics["cpu_time"] = {"value": float(cells["cpu_time"].sum()), "unit": "s"}
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    return new_record("norm_order_long", "scaled_down", {"tests": tests}, 401, metrics, device="cpu", layout=layout)
+    return new_record("norm_order_long", "scaled_down", {"tests": tests}, 401, metrics, **ONE_THREAD)
 
 
 @one_line_errors()
@@ -185,28 +185,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--records", type=path_argument, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
-    summaries = {}
+    summaries = []
     for study, file in FILES.items():
         recorded, planned = read_lines(options.records / file), {cell.name for _, cell in read_groups(study)}
         if missing := planned - recorded.keys():
             print(f"{study} study: {len(missing)} of {len(planned)} cells have no record in {options.records / file}")
         elif study == "first":
-            summaries["norm_order.json"] = summarize(read_cells(recorded.values()))
+            summaries.append(summarize(read_cells(recorded.values())))
         elif study == "third":
-            summaries["norm_order_long.json"] = compare_long(study_cells(recorded.values(), study))
+            summaries.append(compare_long(study_cells(recorded.values(), study)))
         else:
-            cells = study_cells(recorded.values())
-            outcome = decide(cells, read_outcomes(read_lines(options.records / "repeated.jsonl").values()))
-            layout, seed = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}, int(cells["seed"].iloc[0])
-            record = new_record("norm_order_study", "scaled_down", **outcome, seed=seed, device="cpu", layout=layout)
-            summaries["norm_order_study.json"] = record
-            for row in outcome["config"]["tests"]:
+            repeats = read_outcomes(read_lines(options.records / "repeated.jsonl").values())
+            summaries.append(decide(study_cells(recorded.values()), repeats))
+            for row in summaries[-1]["config"]["tests"]:
                 p = f"p {row['p']:.2g}, Holm {row['p_holm']:.2g}"
                 print(f"{row['test']:>3} {row['hypothesis']}: {row['decision']}, {p}")
     # After all are built: a changed file would make the next one's commit `dirty`.
-    for name, record in summaries.items():
-        write_record(record, options.records / name)
-        print(f"record: {options.records / name}")
+    for record in summaries:
+        path = options.records / f"{record['name']}.json"
+        write_record(record, path)
+        print(f"record: {path}")
     return 0 if summaries else 2
 
 

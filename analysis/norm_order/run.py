@@ -36,7 +36,7 @@ from analysis.norm_order.run_folder import (
     read_statistics,
     reference_losses,
 )
-from analysis.report.records import add_line, read_lines
+from analysis.report.records import ONE_THREAD, add_line, read_lines
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import new_record, path_argument, record_path, write_record
 
@@ -126,8 +126,7 @@ def describe_cell(
         for metric in metrics.values():
             metric["unit"] = NATS_PER_TOKEN if metric["unit"] == NATS else metric["unit"]
     config |= {"cell": vars(cell), "losses_sha256": digest(rows), "statistics": read_statistics(run_dir)} | curves
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    record = new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, device="cpu", layout=layout)
+    record = new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, **ONE_THREAD)
     if not diverged:  # this process may not have torch
         record["environment"]["cpu_details"] = run["environment"]["cpu_details"]
     return record

@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 from scipy import stats
 
+from analysis.report.records import ONE_THREAD
 from lmscale.results import new_record
 
 from .cells import ARM, DIVERGED_ABOVE, STATES, STUCK_WITHIN, at_chosen_rates
@@ -115,11 +116,8 @@ def summarize(cells: pd.DataFrame, factorial: int = FACTORIAL) -> dict[str, Any]
         add(name, cells[name].dropna().iloc[0])
     add("cpu_time", cells["cpu_time"].sum(), "s")
     rules = {"diverged_above": DIVERGED_ABOVE, "stuck_within": STUCK_WITHIN, "factorial": factorial}
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
     seeds = sorted(int(seed) for seed in cells["seed"].unique())
-    return new_record(
-        "norm_order", "scaled_down", rules | {"seeds": seeds}, seeds[0], metrics, device="cpu", layout=layout
-    )
+    return new_record("norm_order", "scaled_down", rules | {"seeds": seeds}, seeds[0], metrics, **ONE_THREAD)
 
 
 def endings(cells: pd.DataFrame) -> pd.DataFrame:

@@ -15,6 +15,8 @@ from lmscale.config.cluster import Cluster
 from lmscale.config.from_dict import build
 
 ANALYSIS = Path(__file__).resolve().parents[1]
+# Of `new_record`, for what ran on one thread of a CPU.
+ONE_THREAD = {"device": "cpu", "layout": {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}}
 
 
 def read_records(folder: Path = ANALYSIS) -> dict[str, dict]:

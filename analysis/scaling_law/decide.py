@@ -21,7 +21,7 @@ import pandas as pd
 from scipy import stats
 
 from analysis.norm_order.hypotheses import LEVEL, holm
-from analysis.report.records import metrics_table
+from analysis.report.records import ONE_THREAD, metrics_table
 from analysis.report.style import prepare_figure
 from analysis.scaling_law import law, run
 from analysis.scaling_law.cells import ARM, LEARNED, SIZE, mean_losses, read_runs, tabulate
@@ -194,8 +194,7 @@ def decide_more(cells: pd.DataFrame) -> dict[str, Any]:
     named = own.set_axis([f"{c[3]}, {c[4]} x {c[5]}" for c in own.index]).stack().items()
     metrics = {"/".join(name): {"value": value, "unit": UNITS[name[1]]} for name, value in named}
     metrics["spread of the base"] = {"value": float(base.std()), "unit": "octaves"}
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    return new_record("scaling_law_more", "scaled_down", {"tests": tests}, 1, metrics, device="cpu", layout=layout)
+    return new_record("scaling_law_more", "scaled_down", {"tests": tests}, 1, metrics, **ONE_THREAD)
 
 
 def study_laws(cells: pd.DataFrame, complete: dict[str, bool]) -> pd.DataFrame:
@@ -214,8 +213,7 @@ def summarize(cells: pd.DataFrame, tables: Iterable[pd.DataFrame], complete: dic
             metrics |= {f"{name}/{key}": {"value": value, "unit": UNITS.get(key, "1")} for key, value in row.items()}
     metrics["train_time"] = {"value": float(cells["train_time"].sum()), "unit": "s"}
     config = {"tests": decide(cells, complete), "complete": complete, "runs": len(cells)}
-    layout = {"tp_size": 1, "dp_size": 1, "threads_per_rank": 1}
-    return new_record("scaling_law", "scaled_down", config, 1, metrics, device="cpu", layout=layout)
+    return new_record("scaling_law", "scaled_down", config, 1, metrics, **ONE_THREAD)
 
 
 def recorded_laws(record: dict[str, Any]) -> pd.DataFrame:
