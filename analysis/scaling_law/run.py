@@ -13,7 +13,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,31 +70,34 @@ def names_of(keys: Keys) -> list[str]:
     return [ID.format(**({"name": NAME.format(**cell)} | cell)) for cell in named]
 
 
+def lacking(group: dict[str, Any], records: Path) -> Iterator[Keys]:
+    """What a group still has to run, condition by condition: its rates without a record, then those that its ends add.
+
+    The cells that were given must have run when the next ones are asked for.
+    """
+    for here in conditions(group):
+        rates = added = sorted(group["keys"][RATE])
+        while added:
+            known = read_lines(records)
+            if left := [rate for rate in added if set(names_of(here | {RATE: [rate]})) - known.keys()]:
+                yield here | {RATE: left}
+            rate = next_rate(here, rates, records) if group["extend"] else None
+            added = [] if rate is None else [rate]
+            rates = sorted([*rates, *added])
+
+
 def run_group(group: dict[str, Any], more: Sequence[str], outputs: Path, records: Path) -> None:
     """Run the cells of a group that have no record, one sweep per condition, and those that its ends add."""
-    for here in conditions(group):
-        rates = sorted(group["keys"][RATE])
-        run_rates(here, rates, more, outputs, records)
-        while group["extend"] and (rate := next_rate(here, rates, records)) is not None:
-            rates = sorted([*rates, rate])
-            run_rates(here, [rate], more, outputs, records)
-
-
-def run_rates(condition: Keys, rates: Sequence[float], more: Sequence[str], outputs: Path, records: Path) -> None:
-    """Run a condition at the rates that lack a record, as one sweep on one thread; add the records of finished runs."""
-    known = read_lines(records)
-    lacking = [rate for rate in rates if set(names_of(condition | {RATE: [rate]})) - known.keys()]
-    if not lacking:
-        return
-    keys = condition | {RATE: lacking}
-    words = [f"{key}={','.join(map(str, values))}" for key, values in keys.items()]
-    sweep = ("sweep=scaling", *words, *more, f"hydra.sweep.dir={outputs}")
-    try:
-        run_python("src/train.py", *sweep, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    finally:
-        for name in names_of(keys):
-            if name not in known and (outputs / name / "record.json").is_file():
-                add_line(records, name, describe_run(outputs / name))
+    for keys in lacking(group, records):
+        words = [f"{key}={','.join(map(str, values))}" for key, values in keys.items()]
+        sweep = ("sweep=scaling", *words, *more, f"hydra.sweep.dir={outputs}")
+        known = read_lines(records)
+        try:
+            run_python("src/train.py", *sweep, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        finally:
+            for name in names_of(keys):
+                if name not in known and (outputs / name / "record.json").is_file():
+                    add_line(records, name, describe_run(outputs / name))
 
 
 def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float | None:
@@ -110,17 +113,7 @@ def next_rate(condition: Keys, rates: Sequence[float], records: Path) -> float |
 
 def is_complete(group: dict[str, Any], records: Path) -> bool:
     """Whether all cells of a group have a record, those that its ends add too."""
-    known = read_lines(records)
-    for here in conditions(group):
-        rates = sorted(group["keys"][RATE])
-        while set(names_of(here | {RATE: rates})) <= known.keys():
-            rate = next_rate(here, rates, records) if group["extend"] else None
-            if rate is None:
-                break
-            rates = sorted([*rates, rate])
-        else:
-            return False
-    return True
+    return next(lacking(group, records), None) is None
 
 
 @one_line_errors()
