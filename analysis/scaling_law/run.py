@@ -122,7 +122,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--more", action="store_true", help="the cells of more.yaml")
-    parser.add_argument("--groups", nargs="+", metavar="NAME", help="only these groups")
     parser.add_argument("--list", action="store_true", help="print the planned cells and run nothing")
     parser.add_argument("--outputs", type=path_argument, default=ROOT / "outputs" / "scaling", help="run folders")
     parser.add_argument("--records", type=record_argument, help="file of the cells' records; default: the study's")
@@ -134,10 +133,7 @@ def main() -> int:
         parser.error(f"{min(taken)} must be set in cells.yaml, because the names of the cells have it")
     if options.overrides and options.records == own:
         parser.error("--records must be another file if keys are given: the cells then differ from the study's")
-    groups = read_groups(MORE_CELLS if options.more else CELLS)
-    if unknown := set(options.groups or ()) - {group["name"] for group in groups}:
-        parser.error(f"--groups must be of the file of cells, but {min(unknown)} is not")
-    for group in (g for g in groups if not options.groups or g["name"] in options.groups):
+    for group in read_groups(MORE_CELLS if options.more else CELLS):
         if options.list:
             known = read_lines(options.records)
             for name in names_of(group["keys"]):
