@@ -62,15 +62,10 @@ def laws(cells: pd.DataFrame, num_resamples: int) -> pd.DataFrame:
                 found = law.fit_surface(*data)
             except ValueError:
                 continue
-
-            def again(n: Any, d: Any, y: Any, found: law.Surface = found) -> tuple[float, ...]:
-                surface = law.fit_surface(n, d, y, found)
-                return surface.alpha, surface.beta, surface.compute_exponent
-
             names, values = ("alpha", "beta", "exponent"), (found.alpha, found.beta, found.compute_exponent)
             ratio, p = law.lack_of_fit(found, *data)
             row = dict(zip(names, values, strict=True))
-            for name, (low, high) in zip(names, law.interval(again, *data, num_resamples), strict=True):
+            for name, (low, high) in zip(names, law.intervals(found, *data, num_resamples), strict=True):
                 row |= {f"{name}_low": low, f"{name}_high": high}
             row |= {"irreducible": found.irreducible, "lack_of_fit": ratio, "p": p}
             rows[*arm, count] = row | {"sizes": size.nunique(), "runs": len(runs)}

@@ -6,7 +6,6 @@ exponents, and those of Kaplan et al. 2020 (arXiv:2001.08361) and Porian et al. 
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,6 @@ PUBLISHED = pd.Series(  # of the best N in compute
     },
     name="exponent",
 )
-Fit = Callable[[NDArray, NDArray, NDArray], tuple[float, ...]]
 
 
 class Surface(NamedTuple):
@@ -98,20 +96,26 @@ def _project(log_n: NDArray, log_d: NDArray, y: NDArray) -> tuple[float, ...]:
     return found
 
 
-def interval(fit: Fit, parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, num_resamples: int) -> NDArray:
-    """95 % intervals of the numbers that `fit` returns, by a bootstrap over the runs.
+def intervals(
+    surface: Surface, parameters: ArrayLike, tokens: ArrayLike, losses: ArrayLike, num_resamples: int
+) -> NDArray:
+    """95 % intervals of alpha, beta and the exponent of compute, by a bootstrap over the runs.
 
     It assumes that the law is right; `lack_of_fit` tests that.
 
+    Args:
+        surface: fitted to these runs.
+
     Shapes:
-        returns [numbers, 2].
+        returns [3, 2].
     """
     n, d, y = (np.asarray(values, dtype=float) for values in (parameters, tokens, losses))
     random, drawn = np.random.default_rng(0), []
     while len(drawn) < num_resamples:
         chosen = random.integers(0, len(y), len(y))
         if len(np.unique(n[chosen])) >= MIN_SIZES and len(np.unique(d[chosen])) >= MIN_SIZES:
-            drawn.append(fit(n[chosen], d[chosen], y[chosen]))
+            found = fit_surface(n[chosen], d[chosen], y[chosen], surface)
+            drawn.append((found.alpha, found.beta, found.compute_exponent))
     return np.nanpercentile(np.array(drawn), PERCENTILES, axis=0).T
 
 

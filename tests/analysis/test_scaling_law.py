@@ -74,12 +74,7 @@ def test_intervals_cover_the_law_as_often_as_they_say() -> None:
     for seed in range(100):
         data = drawn(0.0066, seed, OURS)
         found = law.fit_surface(*data)
-
-        def again(n, d, y, found=found):
-            surface = law.fit_surface(n, d, y, found)
-            return surface.alpha, surface.beta, surface.compute_exponent
-
-        low, high = law.interval(again, *data, num_resamples=100).T
+        low, high = law.intervals(found, *data, num_resamples=100).T
         covered += (low <= truth) & (truth <= high)
         exponents.append((found.alpha, found.beta, found.compute_exponent))
     assert covered.tolist() == pytest.approx([97, 93, 97], abs=1)
