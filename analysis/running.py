@@ -1,5 +1,6 @@
 """Run an entry point from a study's script, and leave no process behind."""
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -15,6 +16,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def positive(text: str) -> int:
+    """The argparse type of a number of steps, jobs or sizes.
+
+    Raises:
+        ArgumentTypeError: it is below 1.
+    """
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+    return number
 
 
 def run_python(script: str | Path, *arguments: str, **options: Any) -> subprocess.CompletedProcess:

@@ -36,6 +36,7 @@ import lmscale.cli.conf_files  # noqa: F401  # the resolver that conf/train.yaml
 from analysis.coordinate_check.figure import draw_moves
 from analysis.report.records import ANALYSIS, add_line, read_lines
 from analysis.report.style import prepare_figure
+from analysis.running import positive
 from lmscale.cli.errors import exit_with
 from lmscale.config import TransformerConfig
 from lmscale.config.family import load
@@ -174,28 +175,22 @@ def check(config: RunConfig, axes: dict[str, list[int]], seeds: int, steps: int,
     return rows
 
 
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-    return number
-
-
 def main() -> None:
     """Measure, print the table, draw it; exit code 1 if a part fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=_positive, nargs="*", default=[64, 128, 256, 512], help="hidden sizes")
+    parser.add_argument("--widths", type=positive, nargs="*", default=[64, 128, 256, 512], help="hidden sizes")
     parser.add_argument(
         "--depths",
-        type=_positive,
+        type=positive,
         nargs="*",
         help="numbers of layers; by default 2 4 8 16, with mup none: it has no depth rule",
     )
-    parser.add_argument("--head-sizes", type=_positive, nargs="*", default=[], help="sizes of a head, by default none")
-    parser.add_argument("--steps", type=_positive, default=5, help="training steps before the comparison")
+    parser.add_argument("--head-sizes", type=positive, nargs="*", default=[], help="sizes of a head, by default none")
+    parser.add_argument("--steps", type=positive, default=5, help="training steps before the comparison")
     parser.add_argument(
-        "--readout-steps", type=_positive, default=30, help="the same for the logits, which settle later"
+        "--readout-steps", type=positive, default=30, help="the same for the logits, which settle later"
     )
-    parser.add_argument("--seeds", type=_positive, default=3)
+    parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--bound", type=float, default=0.25, help="largest power of the size that passes")
     parser.add_argument(
         "--output",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
-from analysis.running import run_python
+from analysis.running import positive, run_python
 from lmscale.results import new_record, record_argument, write_record
 
 LAYOUTS = ((2, 1), (4, 1), (1, 2), (2, 2))  # tp_size, dp_size
@@ -61,11 +61,9 @@ def train(family: str, tp_size: int, dp_size: int, steps: int, folder: Path) -> 
 def main() -> int:
     """Train the runs at every layout, print the differences and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
+    parser.add_argument("--steps", type=positive, default=3, help="optimizer steps (3)")
     parser.add_argument("--record", type=record_argument)
     options = parser.parse_args()
-    if options.steps < 1:
-        parser.error(f"`--steps` must be at least 1, but is {options.steps}")
     metrics, failed = {}, 0
     with tempfile.TemporaryDirectory() as folder:
         for family in ("gpt", "bert"):

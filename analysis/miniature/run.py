@@ -283,15 +283,13 @@ def main() -> int:
     """List, run or repeat cells."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
-    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent cells, one thread each")
+    parser.add_argument("--jobs", type=running.positive, default=2, help="number of concurrent cells, one thread each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
     parser.add_argument("--cells", type=existing_path, default=CELLS, help="another plan, with other --records")
     default = running.ROOT / "outputs" / "miniature"
     parser.add_argument("--outputs", type=path_argument, default=default, help="run folders")
     parser.add_argument("--records", type=record_argument, default=RECORDS, help="file of the cells' records")
     options = parser.parse_args()
-    if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, but is {options.jobs}")
     if options.cells != CELLS and options.records == RECORDS:
         parser.error("--records must be another file with --cells: the cells then differ from the study's")
     plan = yaml.safe_load(options.cells.read_text(encoding="utf-8"))

@@ -169,15 +169,13 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="more keys of train.py, for a trial with other --records")
     parser.add_argument("--study", choices=FILES, default="first")
     parser.add_argument("--list", action="store_true", help="print the cells and run nothing")
-    parser.add_argument("--jobs", type=int, default=1, help="number of concurrent cells, one thread each")
+    parser.add_argument("--jobs", type=running.positive, default=1, help="number of concurrent cells, one thread each")
     parser.add_argument("--only", nargs="+", metavar="ID", help="repeat these cells and compare")
     parser.add_argument(
         "--outputs", type=path_argument, default=running.ROOT / "outputs" / "norm_order", help="run folders"
     )
     parser.add_argument("--records", type=path_argument, default=RECORDS, help="folder of the records")
     options = parser.parse_args()
-    if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, but is {options.jobs}")
     outputs, path = options.outputs.resolve(), options.records.resolve() / FILES[options.study]
     if options.overrides and path.parent == RECORDS:
         parser.error("--records must be another folder if overrides are given: the cells then differ from the study's")
