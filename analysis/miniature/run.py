@@ -14,7 +14,6 @@ import csv
 import itertools
 import json
 import os
-import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -88,8 +87,8 @@ class Study:
 
     def best_rate(self, arm: str) -> float | None:
         """The rate with the lowest validation loss; None as long as one has no record."""
-        losses = {rate: loss_of(self.known.get(f"rate/{arm}/{rate}")) for rate in self.plan["rates"][arm]}
-        return None if None in losses.values() else min(losses, key=losses.get)
+        known = {rate: self.known.get(f"rate/{arm}/{rate}") for rate in self.plan["rates"][arm]}
+        return None if None in known.values() else min(known, key=lambda rate: loss_of(known[rate]))
 
     def chains(self, arm: str, width: int, seed: int) -> Iterator[list[Cell]]:
         """A pretraining and what is derived from it; for the first widths of GPT also the distillation."""
@@ -164,19 +163,9 @@ def prepare_texts(folder: Path, data: Path, blimp_pairs: int) -> None:
     Raises:
         ValueError: a text is missing.
     """
-    prepare_inputs(data, folder)
-    # A finetuning that is limited takes the first examples: of all articles, not of the first ones.
-    for task in ("squad_v1", "squad_v2"):
-        content = json.loads((folder / f"{task}_train.json").read_text(encoding="utf-8"))
-        parts = [{"title": each["title"], "paragraphs": [p]} for each in content["data"] for p in each["paragraphs"]]
-        content["data"] = random.Random(0).sample(parts, len(parts))
-        (folder / f"{task}_train.json").write_text(json.dumps(content), encoding="utf-8")
-    passages = open_text(folder / "race_train.jsonl").readlines()
-    (folder / "race_train.jsonl").write_text("".join(random.Random(0).sample(passages, len(passages))), "utf-8")
-    qqp, scored = (
-        folder / "glue/QQP/train.tsv",
-        {tuple(line.split("\t")[3:5]) for line in open_text(folder / "glue/QQP/dev.tsv")},
-    )
+    prepare_inputs(data, folder, shuffle=True)
+    qqp = folder / "glue/QQP/train.tsv"
+    scored = {tuple(line.split("\t")[3:5]) for line in open_text(qqp.with_name("dev.tsv"))}
     header, *rows = open_text(qqp)
     qqp.unlink()  # a link
     qqp.write_text("".join([header, *(row for row in rows if tuple(row.split("\t")[3:5]) not in scored)]), "utf-8")
@@ -198,10 +187,8 @@ def prepare_texts(folder: Path, data: Path, blimp_pairs: int) -> None:
     (folder / "evaluation.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def loss_of(record: dict[str, Any] | None) -> float | None:
+def loss_of(record: dict[str, Any]) -> float:
     """Validation loss of a pretraining, of BERT that of the masked tokens; inf if it diverged."""
-    if record is None:
-        return None
     metrics = record["metrics"]
     value = metrics.get("val/lm_loss", metrics["val/loss"])["value"]
     return float("inf") if value is None else value
