@@ -11,7 +11,7 @@ rounding by the allocator and the framework; no GPU was used.
 import argparse
 import sys
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -140,21 +140,15 @@ CASES = {
     "bert, bf16, full recomputation": Case(sized("bert", 14, 256, 4, 1000, 128, recompute="full"), 5, "bf16"),
 }
 _TWO = {
-    "gpt, fp32": (sized("gpt", 7, 288, 6, 1700, 160, attention_dropout=0.0, vocab_multiple=4), 5, "fp32"),
-    "gpt, bf16, selective": (
-        sized("gpt", 8, 256, 8, 1104, 144, recompute="selective", attention="exact"),
-        5,
-        "bf16",
-        2,
+    "gpt, fp32": Case(sized("gpt", 7, 288, 6, 1700, 160, attention_dropout=0.0, vocab_multiple=4), 5, "fp32"),
+    "gpt, bf16, selective": Case(
+        sized("gpt", 8, 256, 8, 1104, 144, recompute="selective", attention="exact"), 5, "bf16", 2
     ),
-    "gpt, fp32, full recomputation": (sized("gpt", 17, 192, 4, 608, 112, recompute="full"), 9, "fp32"),
-    "bert, bf16": (sized("bert", 8, 256, 4, 1008, 128, attention_dropout=0.0), 8, "bf16"),
+    "gpt, fp32, full recomputation": Case(sized("gpt", 17, 192, 4, 608, 112, recompute="full"), 9, "fp32"),
+    "bert, bf16": Case(sized("bert", 8, 256, 4, 1008, 128, attention_dropout=0.0), 8, "bf16"),
 }
-CASES |= {f"{name}, 2 ranks": Case(*case, *[1] * (4 - len(case)), tp_size=2) for name, case in _TWO.items()}
-CASES |= {
-    f"{name}, 2 ranks, sequence": Case(*case, *[1] * (4 - len(case)), tp_size=2, sequence_parallel=True)
-    for name, case in _TWO.items()
-}
+CASES |= {f"{name}, 2 ranks": replace(case, tp_size=2) for name, case in _TWO.items()}
+CASES |= {f"{n}, 2 ranks, sequence": replace(c, tp_size=2, sequence_parallel=True) for n, c in _TWO.items()}
 CASES |= {
     "355M, bf16": Case(of_the_paper("355m"), 8, "bf16", traced=True),
     "355M, fp32, two micro-batches": Case(of_the_paper("355m", recompute="selective"), 4, "fp32", 2, traced=True),

@@ -141,9 +141,8 @@ def compare(case: Case, runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict
     examples = sum(spread / count for spread in spreads) ** 0.5
     difference = medians["pretrained"] - medians["from_scratch"]
     times = [run["metrics"]["train_time"]["value"] for run in runs["pretrained"] + runs["from_scratch"]]
-    found = {f"{kind}/median": (value, "%") for kind, value in medians.items()}
-    found |= {f"{kind}/lowest": (min(values), "%") for kind, values in scores.items()}
-    found |= {f"{kind}/highest": (max(values), "%") for kind, values in scores.items()}
+    measures = {"median": statistics.median, "lowest": min, "highest": max}
+    found = {f"{kind}/{name}": (measure(scores[kind]), "%") for name, measure in measures.items() for kind in KINDS}
     found |= {} if case.majority is None else {"majority": (case.majority, "%")}
     found |= {"floor": (case.floor, "%"), "scored": (count, "examples"), "longest_training": (max(times), "s")}
     found |= {"difference": (difference, "points"), "se_seeds": (seeds, "points"), "se_examples": (examples, "points")}

@@ -5,6 +5,7 @@ python analysis/miniature/decide.py --records FILE        # a repetition, whose 
 """
 
 import argparse
+import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -99,9 +100,7 @@ def order(values: pd.Series, widths: pd.Series) -> dict[str, float]:
     groups = [group for _, group in values.groupby(widths)]
     freedom = sum(len(group) - 1 for group in groups)
     spread = math.sqrt(sum(((group - group.mean()) ** 2).sum() for group in groups) / freedom)
-    rises = [
-        (b.mean() - a.mean(), math.sqrt(1 / len(a) + 1 / len(b))) for a, b in zip(groups, groups[1:], strict=False)
-    ]
+    rises = [(b.mean() - a.mean(), math.sqrt(1 / len(a) + 1 / len(b))) for a, b in itertools.pairwise(groups)]
     p = max(float(stats.t.sf(rise / (spread * scale), freedom)) for rise, scale in rises)
     refuted = min(rise for rise, _ in rises) < 0 and groups[-1].mean() < groups[0].mean()
     found = {"effect": min(rise for rise, _ in rises), "p": p, "spread": spread, "freedom": freedom}

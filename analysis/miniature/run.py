@@ -70,20 +70,16 @@ class Study:
 
     def stages(self) -> Iterator[list[list[Cell]]]:
         """Chains of cells; those of a stage follow from the records of the ones before."""
-        arms, widths = self.plan["arms"], self.plan["widths"]
+        arms, widths, rates = (self.plan[key] for key in ("arms", "widths", "rates"))
         yield [[cell] for cell in self.corpora.values()]
-        yield [[self.rate_cell(arm, rate)] for arm in arms for rate in self.plan["rates"][arm]]
+        first, tried = next(iter(widths)), [(arm, rate) for arm in arms for rate in rates[arm]]
+        yield [[self._pretrain(f"rate/{arm}/{rate}", arm, first, rates["seed"], rate)] for arm, rate in tried]
         models = [(arm, width, seed) for width in widths for arm in arms for seed in widths[width]]
         yield [chain for model in models for chain in self.chains(*model)]
 
     def cells(self) -> list[Cell]:
         """All cells, in order."""
         return [*itertools.chain(*itertools.chain(*self.stages()))]
-
-    def rate_cell(self, arm: str, rate: float) -> Cell:
-        """One rate of an arm at the first width."""
-        rates, width = self.plan["rates"], next(iter(self.plan["widths"]))
-        return self._pretrain(f"rate/{arm}/{rate}", arm, width, rates["seed"], rate)
 
     def best_rate(self, arm: str) -> float | None:
         """The rate with the lowest validation loss; None as long as one has no record."""

@@ -113,18 +113,16 @@ def describe_cell(
 ) -> dict[str, Any]:
     """Build a cell's record from its run folder: metrics, loss curve and gradient norms per layer."""
     rows, values = read_rows(run_dir), json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    metrics, curves = describe_losses(rows, diverged, values["schedule"]["warmup_steps"])
+    unit = NATS_PER_TOKEN if family_of_run(values) == "gpt" else NATS
+    metrics, curves = describe_losses(rows, diverged, values["schedule"]["warmup_steps"], unit)
     metrics["cpu_time"] = {"value": usage.ru_utime + usage.ru_stime, "unit": "s"}
     config = {"overrides": [*cell.overrides(), *more], "sweep": OmegaConf.to_container(SWEEP, resolve=False)}
     if not diverged:
         run = json.loads((run_dir / "record.json").read_text(encoding="utf-8"))
         validation = run["metrics"].get("val/lm_loss") or run["metrics"]["val/loss"]  # GPT has one term
-        metrics["validation_loss"] = validation | {"unit": NATS}
-        metrics |= {k: {"value": loss, "unit": NATS} for k, loss in reference_losses(values).items()}
+        metrics["validation_loss"] = validation | {"unit": unit}
+        metrics |= {k: {"value": loss, "unit": unit} for k, loss in reference_losses(values).items()}
         config["corpus"] = {part: run["config"]["corpus"][part] for part in ("train", "validation")}
-    if family_of_run(values) == "gpt":
-        for metric in metrics.values():
-            metric["unit"] = NATS_PER_TOKEN if metric["unit"] == NATS else metric["unit"]
     config |= {"cell": vars(cell), "losses_sha256": digest(rows), "statistics": read_statistics(run_dir)} | curves
     record = new_record("norm_order_cell", "scaled_down", config, cell.seed, metrics, **ONE_THREAD)
     if not diverged:  # this process may not have torch

@@ -63,7 +63,7 @@ def read_statistics(run_dir: Path) -> dict[str, dict[str, list[float | None]]]:
 
 
 def describe_losses(
-    rows: list[dict[str, float]], diverged: bool, warmup_steps: int
+    rows: list[dict[str, float]], diverged: bool, warmup_steps: int, unit: str = NATS
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Metrics and curves of a run that logged every step, as `cells.py` reads them.
 
@@ -73,8 +73,8 @@ def describe_losses(
     losses, num_steps = [row["train/lm_loss"] for row in rows] or [math.nan], len(rows)
     curve = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses) - WINDOW + 1, WINDOW)]
     metrics = {
-        "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": NATS},
-        "lowest_loss": {"value": min(curve or losses), "unit": NATS},
+        "train_loss": {"value": statistics.fmean(losses[-2 * WINDOW :]), "unit": unit},
+        "lowest_loss": {"value": min(curve or losses), "unit": unit},
         "non_finite": {"value": int(diverged), "unit": "runs"},
         "steps": {"value": num_steps, "unit": "steps"},
     }

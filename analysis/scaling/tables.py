@@ -73,19 +73,17 @@ def figure_1_rows(cluster: Cluster) -> pd.DataFrame:
 def figure_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
     """Tables of Figures 1 and 5, with the columns of `scaling_tables` and the origin of the paper's value."""
     one, five = figure_1_rows(cluster), figure_5_rows(cluster)
-    sustained = _table(one, "PFLOP/s", _PRINTED | {"figure": "Figure 5 x 39 TFLOP/s x GPUs"})
-    sustained["evidence"] = ["the anchor" if num_gpus == 1 else "modelled" for num_gpus in one["GPUs"]]
-    scaling = _table(five, "% of linear scaling", _PRINTED)
-    scaling["evidence"] = ["by definition" if role == "baseline" else f"modelled, {role}" for role in five["role"]]
-    last = "the paper's value"
-    return {name: t[[*t.columns.drop(last), last]] for name, t in (("Figure 1", sustained), ("Figure 5", scaling))}
+    sustained = ["the anchor" if num_gpus == 1 else "modelled" for num_gpus in one["GPUs"]]
+    scaling = ["by definition" if role == "baseline" else f"modelled, {role}" for role in five["role"]]
+    derived = _PRINTED | {"figure": "Figure 5 x 39 TFLOP/s x GPUs"}
+    found = {"Figure 1": _table(one, "PFLOP/s", sustained, derived)}
+    return found | {"Figure 5": _table(five, "% of linear scaling", scaling, _PRINTED)}
 
 
-def _table(rows: pd.DataFrame, unit: str, printed: dict[str, str]) -> pd.DataFrame:
+def _table(rows: pd.DataFrame, unit: str, evidence: list[str], printed: dict[str, str]) -> pd.DataFrame:
     table = pd.DataFrame({"configuration": rows["configuration"], "paper": rows[PAPER], "ours": rows[OURS]})
-    table["difference"], table["unit"] = rows[OURS] - rows[PAPER], unit
-    table["the paper's value"] = rows["certainty"].map(printed)
-    return table
+    more = {"difference": rows[OURS] - rows[PAPER], "unit": unit, "evidence": evidence}
+    return table.assign(**more, **{"the paper's value": rows["certainty"].map(printed)})
 
 
 def scaling_tables(cluster: Cluster) -> dict[str, pd.DataFrame]:
