@@ -82,20 +82,22 @@ def run_cell(arguments: Sequence[str], log: Path, codes: Sequence[int] = (0,)) -
     Raises:
         ValueError: it ended with another exit code.
     """
-    with open(log, "w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / arguments[0]), *arguments[1:]],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_end_with_parent,
-        )
+    words = [str(ROOT / arguments[0]), *arguments[1:]]
+    process = _start(log, "w", words, {"OMP_NUM_THREADS": "1"}, preexec_fn=_end_with_parent)
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)  # so that Popen does not wait for it again
     if process.returncode not in codes:
         raise ValueError(f"{log.stem} ended with code {process.returncode}; see {log}")
     return process.returncode, usage
+
+
+def _start(
+    log: Path, mode: str, arguments: Sequence[str], variables: dict[str, str], **options: Any
+) -> subprocess.Popen:
+    """A process of this Python in the clone, with its output in a log."""
+    with open(log, mode, encoding="utf-8") as file:
+        both = {"stdout": file, "stderr": file, "cwd": ROOT, "env": os.environ | variables}
+        return subprocess.Popen([sys.executable, *arguments], **both, **options)
 
 
 def _end_with_parent() -> None:
@@ -130,15 +132,7 @@ class Subprocess:
 
     def __init__(self, log: Path, arguments: Sequence[str], **variables: str) -> None:
         self.log = log
-        with open(log, "a", encoding="utf-8") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=file,
-                stderr=file,
-                cwd=ROOT,
-                env=os.environ | {"HYDRA_FULL_ERROR": "0"} | variables,
-                start_new_session=True,
-            )
+        self.process = _start(log, "a", arguments, {"HYDRA_FULL_ERROR": "0"} | variables, start_new_session=True)
 
     def wait(self, limit_s: float) -> None:
         """Wait for the end.

@@ -113,7 +113,8 @@ def paired(losses: pd.DataFrame, first: str, second: str, alternative: str) -> d
     test = stats.ttest_rel(by_seed[first], by_seed[second], alternative=alternative)
     difference = by_seed[first] - by_seed[second]
     found = {"effect": difference.mean(), "p": float(test.pvalue), "spread": difference.std()}
-    return found | {"freedom": len(difference) - 1, "refuted": bool((difference > 0).all())}
+    refuted = alternative == "less" and bool((difference > 0).all())
+    return found | {"freedom": len(difference) - 1, "refuted": refuted}
 
 
 def decide(cells: pd.DataFrame, scores: pd.DataFrame) -> list[dict[str, Any]]:
@@ -139,7 +140,6 @@ def decide(cells: pd.DataFrame, scores: pd.DataFrame) -> list[dict[str, Any]]:
         test |= {"p_holm": p_holm, "supported": p_holm < LEVEL}
     for number in (0, 2):
         tests[number]["refuted"] = bool(tests[number]["effect"] < 0)
-    tests[-1]["refuted"] = False  # two-sided
     return tests
 
 

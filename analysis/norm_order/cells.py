@@ -88,22 +88,20 @@ def read_curves(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     rows = []
     for record in records:
         config = record["config"]
-        cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
-        middle = (config["window"] + 1) / 2
-        rows += [cell | {"step": i * config["window"] + middle, "loss": loss} for i, loss in enumerate(config["curve"])]
-    return pd.DataFrame(rows)
+        cell, window = config["cell"], config["window"]
+        rows += [cell | {"step": (i + 0.5) * window + 0.5, "loss": loss} for i, loss in enumerate(config["curve"])]
+    return pd.DataFrame(rows).astype({"lr": float})
 
 
 def read_gradient_norms(records: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Gradient norm per layer before clipping: layers, order, scaled, lr, seed, step, layer (from 0), norm."""
     rows = []
     for record in records:
-        config = record["config"]
-        cell = config["cell"] | {"lr": float(config["cell"]["lr"])}
-        for step, norms in config["gradient_norms"].items():
+        for step, norms in record["config"]["gradient_norms"].items():
             layers = {int(part[6:]): norm for part, norm in norms.items() if part.startswith("layer_")}
-            rows += [cell | {"step": int(step), "layer": layer, "norm": norm} for layer, norm in layers.items()]
-    return pd.DataFrame(rows)
+            at = record["config"]["cell"] | {"step": int(step)}
+            rows += [at | {"layer": layer, "norm": norm} for layer, norm in layers.items()]
+    return pd.DataFrame(rows).astype({"lr": float})
 
 
 def choose_rates(cells: pd.DataFrame, layers: int) -> dict[tuple[str, bool], float]:

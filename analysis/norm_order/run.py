@@ -136,11 +136,8 @@ def run_missing(cells: Sequence[Cell], more: Sequence[str], jobs: int, outputs: 
     Raises:
         ValueError: see `running.run_chains`.
     """
-
-    def run(cell: Cell) -> None:
-        add_line(path, cell.name, run_cell(cell, more, outputs))
-
-    running.run_chains([[cell] for cell in cells], run, jobs)
+    chains = [[cell] for cell in cells]
+    running.run_chains(chains, lambda cell: add_line(path, cell.name, run_cell(cell, more, outputs)), jobs)
 
 
 def repeat(cells: Sequence[Cell], more: Sequence[str], recorded: dict[str, Any], outputs: Path) -> int:

@@ -14,7 +14,6 @@ from .transfer import CONDITION, transfer
 
 WIDTH, DEPTH = "hidden_size", "num_layers"
 SIZES = {WIDTH: "width", DEPTH: "layers"}
-FAMILIES = {"gpt": "GPT", "bert": "BERT"}
 PLACEMENTS = {"pre": "pre-norm", "post": "post-norm", "peri": "Peri-LN"}
 PARAMETRIZATIONS = {  # name and colour
     "standard": ("standard", BLUE),
@@ -135,7 +134,7 @@ def draw_shifts(table: pd.DataFrame, title: str) -> Figure:
 
 def _condition(index: tuple) -> str:
     family, norm_order, qk_norm, parametrization, layers, width, *_ = index
-    arm = f"{FAMILIES[family]}, {PLACEMENTS[norm_order]}{', QK-norm' * qk_norm}"
+    arm = f"{family.upper()}, {PLACEMENTS[norm_order]}{', QK-norm' * qk_norm}"
     return f"{arm}, {layers} layers x {width}, {PARAMETRIZATIONS[parametrization][0].partition(' (')[0]}"
 
 
