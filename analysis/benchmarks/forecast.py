@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, 
 
 import yaml
 
+from analysis.benchmarks.config import PADDED_VOCABULARIES
 from analysis.scaling.study import with_rates
 from lmscale.cli.errors import one_line_errors
 from lmscale.config import RECOMPUTE_MODES, Layout, TransformerConfig
@@ -90,7 +91,8 @@ def model(name: str) -> TransformerConfig:
     sizes = yaml.safe_load((folder / f"{name}.yaml").read_text(encoding="utf-8"))
     base = sizes.pop("defaults")[0].split("@")[0]
     values = yaml.safe_load((folder / f"{base}.yaml").read_text(encoding="utf-8")) | sizes
-    return TransformerConfig(**values | {"recompute": "none", "attention": "sdpa"})
+    vocab_size = values["vocab_size"] or PADDED_VOCABULARIES[values["family"]]
+    return TransformerConfig(**values | {"vocab_size": vocab_size, "recompute": "none", "attention": "sdpa"})
 
 
 def plan_of(

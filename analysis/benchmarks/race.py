@@ -21,6 +21,7 @@ from lmscale.results import new_record
 from lmscale.runtime.accelerator import resolve_accelerator
 from lmscale.runtime.machine import usable_cores
 
+from .gpu.device import clock_metrics, sampled_clocks
 from .peers.contender import Contender, make_batches
 from .peers.ours import Ours
 from .peers.plain import HuggingFace, ModelFile
@@ -63,15 +64,17 @@ def race(bench: BenchConfig) -> dict:
             racers[name] = Racer(name, bench)
             racers[name].run(bench.warm_up_steps)
             print(f"{name}: warm after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
-        for _ in range(bench.rounds):
-            for name, racer in racers.items():
-                taken, found, memory[name], attention[name] = racer.run(bench.steps_per_round)
-                times[name].append(taken)
-                losses[name] += found
+        with sampled_clocks(device) as samples:
+            for _ in range(bench.rounds):
+                for name, racer in racers.items():
+                    taken, found, memory[name], attention[name] = racer.run(bench.steps_per_round)
+                    times[name].append(taken)
+                    losses[name] += found
     finally:
         for racer in racers.values():
             racer.close()
     record = _record(bench, device, times, losses, memory, attention)
+    record["metrics"] |= {f"clocks/{name}": entry for name, entry in clock_metrics(samples).items()}
     ours, bound = statistics.mean(losses["ours"]), bench.max_loss_difference
     for name, found in losses.items():
         difference = abs(statistics.mean(found) / ours - 1)

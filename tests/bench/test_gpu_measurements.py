@@ -15,7 +15,7 @@ import torch
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.forecast import cluster_of
-from analysis.benchmarks.gpu import attention_backends, operations, trace
+from analysis.benchmarks.gpu import attention_backends, operations, products, trace
 from analysis.benchmarks.gpu import device as gpu_device
 from analysis.benchmarks.gpu.attention_backends import AttentionShape, relative_errors, time_backends
 from analysis.benchmarks.gpu.device import median_time_s, require_device
@@ -236,8 +236,44 @@ def test_the_products_of_a_traced_cpu_step_are_those_of_the_plan(tmp_path) -> No
     assert sum(row["s"] for row in record["operations"]) == pytest.approx(record["metrics"]["kernel_time"]["value"])
 
 
+def test_the_products_of_a_step_are_those_of_the_plan_in_their_layouts() -> None:
+    shapes = products.Shape.of_step("gpt_1.2b:32:bf16")
+    t, h = 32 * 1024, 1536
+    assert shapes[products.Shape(t, 3 * h, h, "nt", False)] == ["QKV"]
+    assert shapes[products.Shape(t, h, 4 * h, "nn", False)] == ["MLP up, gradient of the input"]
+    assert shapes[products.Shape(h, 4 * h, t, "tn", False)] == ["MLP down, gradient of the weight"]
+    assert len(shapes) == 15 and {shape.transposed for shape in shapes} == {"nt", "nn", "tn"}
+    eighths = products.Shape.of_step("gpt_2.5b:8:fp8")
+    assert sum(shape.float8 for shape in eighths) == 12 and len(eighths) == 15
+    assert not any("head" in name for names in products.Shape.of_step("bert_336m:128:bf16").values() for name in names)
+
+
+@pytest.mark.parametrize("transposed", ["nt", "nn", "tn"])
+def test_every_kind_of_product_is_right_and_stored_as_it_says(transposed) -> None:
+    torch.manual_seed(1)
+    shape = products.Shape(32, 48, 16, transposed, True)
+    for kind in products.KINDS["fp8"]:
+        product = products.make_product(shape, kind, CPU)
+        a, b = product.args
+        out = product().float()
+        torch.testing.assert_close(out, a.float() @ b.float(), rtol=0.02, atol=0.02)
+        assert out.shape == (32, 48)
+        stored = ("t" if a.stride(0) == 1 else "n") + ("t" if b.stride(0) == 1 else "n")
+        assert stored == (transposed if kind == "bf16" else "nt")  # float8's kernels have no other
+
+
+def test_a_sustained_rate_is_that_of_the_second_half(monkeypatch) -> None:
+    monkeypatch.setattr(products, "median_time_s", lambda *_: 0.05)
+    clock = iter([0.0, *(t for start, end in ((0, 1), (1, 3), (3, 6), (6, 10)) for t in (start, end)), 10.0])
+    monkeypatch.setattr(products.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert products.sustained_s(lambda: calls.append(1), CPU, 10.0) == (0.05, 3.5)
+    assert len(calls) == 4
+
+
 def test_clocks_are_sampled_while_work_runs_and_summed_up_between_two_times(monkeypatch) -> None:
     fake = SimpleNamespace(
+        __spec__=object(),
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda index: index,

@@ -1,5 +1,6 @@
 """The requested device of a measurement, the time of a function on it, and its clocks meanwhile."""
 
+import importlib.util
 import math
 import statistics
 import threading
@@ -69,12 +70,12 @@ def median_time_s(function: Callable[[], object], device: torch.device, repeats:
 
 @contextmanager
 def sampled_clocks(device: torch.device) -> Iterator[list[Sample]]:
-    """Within it the list grows by one sample of the first GPU every 100 ms, by NVML; on a CPU it stays empty."""
+    """Within it the list grows by one sample of the first GPU every 100 ms; without nvidia-ml-py it stays empty."""
     samples: list[Sample] = []
-    if device.type != "cuda":
+    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         yield samples
         return
-    import pynvml  # nvidia-ml-py, of a GPU machine only
+    import pynvml
 
     pynvml.nvmlInit()
     handle, ended = pynvml.nvmlDeviceGetHandleByIndex(0), threading.Event()

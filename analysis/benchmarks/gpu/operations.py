@@ -8,6 +8,7 @@ gradient buffer or the optimizer.
 import gzip
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,11 +139,7 @@ def _operations(job: Workload) -> dict[Key, list[Operation]]:
     for operation in step_operations(job, Layout()):
         phase = "backward" if operation.phase == "recomputation" else operation.phase
         key: Key = phase, "around the layers"
-        if (
-            operation.work is not None
-            and operation.name.startswith("attention ")
-            and "projection" not in operation.name
-        ):
+        if operation.work is not None and re.match("attention (?!projection)", operation.name):
             key = phase, "attention"  # a fused core, or the batched products of an exact one
         elif isinstance(operation.work, Product):
             m, n = operation.work.m, operation.work.n
