@@ -9,6 +9,7 @@ choose_parts() {  # put the named parts into CHOSEN; a letter selects all parts 
   CHOSEN=()
   if [ $# -eq 0 ] && [ -z "${DRY_RUN:-}" ]; then
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    [ -z "${TABLE:-}" ] || sed -n '/^| part/,/^$/p' "$TABLE"
     exit 2
   fi
   for name in ${*:-$PARTS}; do

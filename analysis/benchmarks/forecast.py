@@ -6,8 +6,8 @@
     python analysis/benchmarks/forecast.py fits COMMAND   # why the models of a command do not fit the card
 
 Sizes are those of the script's own commands (DRY_RUN=1); the constants are those of
-analysis/scaling/records/roofline.json. The committed forecasts are older than the first run on a GPU and stay: a new
-one is only printed, or written to --record.
+analysis/scaling/records/roofline.json. The forecast of a row that was run stays as it was: --record with a committed
+file renews only the others.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `analysis`, which is not installed
 
@@ -29,6 +30,7 @@ from analysis.scaling.study import with_rates
 from lmscale.cli.errors import one_line_errors
 from lmscale.config import RECOMPUTE_MODES, Layout, TransformerConfig
 from lmscale.config.cluster import Cluster, load_cluster
+from lmscale.config.model import WITHOUT_DROPOUT
 from lmscale.planner.memory import GIB
 from lmscale.planner.plan import Plan
 from lmscale.planner.search import with_busy_device
@@ -52,8 +54,10 @@ GOALS = {
     "gpt_8.3b": (8, 8, "bf16", 0.55),
     FLOAT8: (1, 16, "fp8", 640e12 / PEAK),
 }
+RECIPE = "at the recipe's batch"
 HOST_SHARE = 0.4  # of the device's time that the host may take
 OPTIONS = "sequence_parallel", "batch_halves"  # of the layout, with several tensor ranks
+DROPOUTS = "hidden_dropout", "attention_dropout"
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,10 @@ def plan_of(
     num_micro_batches: int = 1,
     layout: Layout = ONE_DEVICE,
     half_moments: bool = False,
-    recompute: str = "none",
+    **changes: Any,
 ) -> Plan:
-    """The plan of one step on the devices of a layout."""
-    config = dataclasses.replace(model(name), recompute=recompute)
+    """The plan of one step on the devices of a layout, of the model with some fields changed."""
+    config = dataclasses.replace(model(name), **changes)
     batch, s = micro_batch_size * num_micro_batches * layout.dp_size, config.max_position_embeddings
     return Plan(Workload(config, micro_batch_size, batch, s, dtype, 1, half_moments, compiles=True), layout, cluster)
 
@@ -125,33 +129,38 @@ def rows(card: str = "h200") -> list[Row]:
     return [row for words in found if left_out(words, card) is None for row in rows_of(words, card)]
 
 
+def measured_rows(card: str = "h200") -> list[Row]:
+    """Every timed step that has a record, by the command that the record names."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob(f"{card}_*.json"))]
+    return [row for record in records for row in rows_of(shlex.split(record["command"]), card)]
+
+
 def rows_of(words: list[str], card: str) -> list[Row]:
-    """The timed steps of a command: of each contender of ours, or of a training; none of a command that has no plan."""
+    """The timed step of a command; none of a command that has no plan."""
     keys = dict(word.split("=", 1) for word in words if "=" in word)
     script = next((word for word in words if word.endswith(("bench.py", "train.py"))), None)
     if script is None or "micro_batch_size" not in keys or keys["model"].endswith("_tiny"):
         return []  # sizes of an experiment, or of a model of which nothing is timed
-    b, dtype = int(keys["micro_batch_size"]), keys.get("precision", "bf16")
-    cluster = cluster_of(card, keys.get("cuda_graphs") == "true")
+    b, dtype, attention = int(keys["micro_batch_size"]), keys.get("precision", "bf16"), keys.get("model.attention")
+    rates = CUDNN_TFLOPS if attention in WITHOUT_DROPOUT else {}  # FlashAttention-3's too: about as fast
+    cluster = cluster_of(card, keys.get("cuda_graphs") == "true", **rates)
     options = {"half_moments": keys.get("optimizer.moments") == "bf16"}
+    options |= {name: float(keys[f"model.{name}"]) for name in DROPOUTS if f"model.{name}" in keys}
+    names = {field.name: f"parallel.{field.name}" for field in dataclasses.fields(Layout)}
+    layout = Layout(**{name: json.loads(keys[key]) for name, key in names.items() if key in keys})
+    count = int(keys.get("global_batch_size", b * layout.dp_size)) // (b * layout.dp_size)
     if script.endswith("train.py"):
-        names = {field.name: f"parallel.{field.name}" for field in dataclasses.fields(Layout)}
-        layout = Layout(**{name: json.loads(keys[key]) for name, key in names.items() if key in keys})
-        count = int(keys["global_batch_size"]) // (b * layout.dp_size)
         modes = [keys["model.recompute"]] if "model.recompute" in keys else RECOMPUTE_MODES
-        plans = [plan_of(keys["model"], b, dtype, cluster, count, layout, **options, recompute=mode) for mode in modes]
-        plan = next((plan for plan in plans if plan.missing_bytes <= 0), plans[-1])
-        return [Row(keys["name"], "train/", plan)]
-    options["recompute"] = keys.get("model.recompute", "none")
-    record = Path(keys["record"]).stem
-    if "trace" in keys:
-        return [Row(record, "", plan_of(keys["model"], b, dtype, cluster, **options))]
-    contenders = {"ours": dtype} | ({"ours_bf16": "bf16"} if "ours_bf16" in keys["peers"] else {})
-    return [Row(record, f"{n}/", plan_of(keys["model"], b, d, cluster, **options)) for n, d in contenders.items()]
+        name, prefix = keys["name"], "train/"
+    else:
+        modes = [keys.get("model.recompute", "none")]
+        name, prefix = Path(keys["record"]).stem, "" if "trace" in keys else "ours/"
+    plans = [plan_of(keys["model"], b, dtype, cluster, count, layout, recompute=mode, **options) for mode in modes]
+    return [Row(name, prefix, next((plan for plan in plans if plan.missing_bytes <= 0), plans[-1]))]
 
 
 def left_out(words: list[str], card: str, gib: float | None = None) -> str | None:
-    """Why the models of a command, which are all on the device at once, do not fit it; None if they do.
+    """Why the model of a command does not fit the device; None if it does.
 
     Args:
         gib: memory of the device; None: as the card's cluster has it.
@@ -207,15 +216,24 @@ def options_of(name: str) -> dict[str, bool]:
     return dict.fromkeys(OPTIONS, True) if GOALS[name][0] > 1 else {}
 
 
-def goal_plan(name: str, cluster: Cluster, **options: bool) -> Plan:
-    """The plan of one of `GOALS`, with options of its layout."""
-    tp_size, b, dtype, _ = GOALS[name]
-    return plan_of(name.split(",")[0], b, dtype, cluster, layout=Layout(tp_size=tp_size, **options))
+def goal_plan(name: str, cluster: Cluster, of_recipe: bool = False, **options: bool) -> Plan:
+    """The plan of one of `GOALS`, with options of its layout.
+
+    Args:
+        of_recipe: of a step of the recipe's batch, in micro-batches that divide it, and not of one micro-batch.
+    """
+    (tp_size, b, dtype, _), count, name = GOALS[name], 1, name.split(",")[0]
+    if of_recipe:
+        path = ROOT / "conf" / "recipe" / "base" / f"paper_{model(name).family}.yaml"
+        batch = yaml.safe_load(path.read_text(encoding="utf-8"))["global_batch_size"]
+        b = next(size for size in range(b, 0, -1) if batch % size == 0)
+        count = batch // b
+    return plan_of(name, b, dtype, cluster, count, Layout(tp_size=tp_size, **options))
 
 
 def goals() -> dict[str, dict[str, float]]:
     """The share of the peak of each goal's model as it is, with `OPTIONS` where there are several tensor ranks, and
-    with another attention kernel: each change is added to those before it."""
+    with another attention kernel: each change is added to those before it, but `RECIPE` only to `OPTIONS`."""
     found: dict[str, dict[str, float]] = {}
     for name, (*_, goal) in GOALS.items():
         found[name] = {"goal": goal, "as it is": share_of(goal_plan(name, cluster_of("h200")))}
@@ -223,6 +241,7 @@ def goals() -> dict[str, dict[str, float]]:
         for option in options_of(name):
             options[option] = True
             found[name][f"with {option}"] = share_of(goal_plan(name, cluster_of("h200"), **options))
+        found[name][RECIPE] = share_of(goal_plan(name, cluster_of("h200"), of_recipe=True, **options))
         cudnn = cluster_of("h200", **CUDNN_TFLOPS)
         found[name]["attention core of cuDNN"] = share_of(goal_plan(name, cudnn, **options))
     return found
@@ -237,9 +256,6 @@ def forecast(card: str = "h200") -> dict:
     aims = {f"goal {name}": goal_plan(name, cluster_of(card), **options_of(name)) for name in aimed}
     for name, plan in aims.items():
         metrics |= metrics_of(f"{name}/", plan)
-    steps = [metrics.get(f"fp8/{name}/step", {}).get("value") for name in ("ours", "ours_bf16")]
-    if all(steps):
-        metrics["fp8/ours_bf16/ratio_paired"] = {"value": steps[1] / steps[0], "unit": "their time / ours"}
     config = {
         "cluster": dataclasses.asdict(cluster_of(card)),
         "binds": {row.name.rstrip("/"): binds(row.plan) for row in found},
@@ -288,6 +304,10 @@ def main() -> int:
         print(compare(json.loads(path.read_text(encoding="utf-8")), options.results, options.card))
         return 0
     record = forecast(options.card)
+    if options.record is not None and options.record.exists():
+        earlier = json.loads(options.record.read_text(encoding="utf-8"))["metrics"]
+        run = {path.stem.partition("_")[2] for path in RECORDS.glob(f"{options.card}_*.json")}
+        record["metrics"] |= {name: entry for name, entry in earlier.items() if name.partition("/")[0] in run}
     for name, shares in record["config"]["binds"].items():
         print(f"{name:<34}" + ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()))
     for name, entries in record["config"]["host"].items():

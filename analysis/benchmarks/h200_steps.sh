@@ -11,7 +11,8 @@ if [ -n "$REHEARSE" ]; then
   ACCELERATOR=cpu
   SIZES=(model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.vocab_size=1000
     model.max_position_embeddings=32 micro_batch_size=2)
-  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false accelerator=cpu num_threads=1 steps_per_round=1 rounds=1 warm_up_steps=1)
+  TINY=("${SIZES[@]}" compiles=false cuda_graphs=false model.attention=auto global_batch_size=4
+    accelerator=cpu num_threads=1 steps_per_round=1 rounds=1 warm_up_steps=1)
   TINY_RUN=("${SIZES[@]}" data.seq_length=32 global_batch_size=2 model.vocab_size=null trainer.accelerator=cpu
     trainer.max_steps=3 trainer.num_threads=1 schedule.warmup_steps=1)
 fi
@@ -97,10 +98,11 @@ machine() {
     --record "$RESULTS/$name.json" && show "large bf16 products" "$name" gemm/peak "$PEAK"
 }
 
-gpu_tests() {  # eight at a time: most of their time is compilation on the host
-  local name=${CARD}_gpu_tests xml=$LOGS/${CARD}_gpu_tests.xml
-  step "$name" 420 "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 8)" -p no:cacheprovider -v -rs \
-    --junitxml="$xml" tests/training/test_gpu.py || return
+gpu_tests() {  # name of the record, limit in seconds, further words; eight at a time: most of their time is compilation on the host
+  local name=${CARD}_$1 limit=$2 xml=$LOGS/${CARD}_$1.xml
+  shift 2
+  step "$name" "$limit" "$PYTHON" -m pytest -m gpu -n "$([ -n "$REHEARSE" ] && echo 0 || echo 8)" -p no:cacheprovider -v -rs \
+    --junitxml="$xml" "$@" tests/training/test_gpu.py || return
   [ -n "${DRY_RUN:-}" ] || has "$name" && return
   "$PYTHON" analysis/benchmarks/h200_rows.py tests "$xml" "$RESULTS/$name.json" ${REHEARSE:+--may-skip} || fail "$name" "the tests show nothing"
   pack
@@ -110,29 +112,45 @@ compare() {  # name of the record, limit in seconds, keys
   local name=$1 limit=$2
   shift 2
   step "$name" "$limit" "$PYTHON" analysis/benchmarks/bench.py "peak_tflops_per_s=$PEAK" accelerator=gpu \
-    steps_per_round=5 rounds=4 warm_up_steps=5 "$@" "record=$RESULTS/$name.json" "${TINY[@]}"
+    steps_per_round=1 rounds=3 warm_up_steps=1 "$@" "record=$RESULTS/$name.json" "${TINY[@]}"
 }
 
-share() {  # model, sequences, least share of the peak, limit in seconds, further keys, the first of which goes into the name
-  local model=$1 sequences=$2 least=$3 limit=$4 name=${CARD}_$1${5:+_${5%%=*}}
-  shift 4
-  compare "$name" "$limit" "model=$model" precision=bf16 'peers=[]' "micro_batch_size=$sequences" "$@" &&
-    show "$model${1:+ $1}, share of $PEAK TFLOP/s" "$name" ours/share_of_given_peak "$least"
+share() {  # model, precision, sequences per micro-batch and per step, least share of the peak, limit in seconds, further keys, the first of which goes into the name
+  local model=$1 precision=$2 sequences=$3 batch=$4 least=$5 limit=$6 name=${CARD}_$1_$2_batch_$4${7:+_${7%%=*}}
+  shift 6
+  compare "$name" "$limit" "model=$model" "precision=$precision" 'peers=[]' "micro_batch_size=$sequences" "global_batch_size=$batch" "$@" &&
+    show "$model, $precision${1:+ $1}, share of $PEAK TFLOP/s" "$name" ours/share_of_given_peak "$least"
 }
 
-trace_of() {  # model, sequences; a rehearsal compiles too, for the number of graphs
+without_dropout() {  # attention, model, sequences, least share of the peak, limit in seconds
+  local attention=$1 name=${CARD}_$2_without_dropout_$1
+  shift
+  compare "$name" "$4" "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" global_batch_size=512 model.hidden_dropout=0 \
+    model.attention_dropout=0 "model.attention=$attention" &&
+    show "$1 without dropout, $attention, share of $PEAK TFLOP/s" "$name" ours/share_of_given_peak "$3"
+}
+
+trace_of() {  # model, sequences, precision; two micro-batches per step; a rehearsal compiles too, for the number of graphs
   local name=${CARD}_trace_$1
-  TAIL=45 step "$name" 300 "$PYTHON" analysis/benchmarks/bench.py trace=true "model=$1" precision=bf16 'peers=[]' "micro_batch_size=$2" accelerator=gpu \
-    steps_per_round=2 warm_up_steps=4 "record=$LOGS/$name.json" "${TINY[@]}" ${REHEARSE:+compiles=true} || return
+  TAIL=45 step "$name" "$([ "${3:-bf16}" = fp8 ] && echo 300 || echo 250)" "$PYTHON" analysis/benchmarks/bench.py trace=true "model=$1" \
+    "precision=${3:-bf16}" 'peers=[]' "micro_batch_size=$2" "global_batch_size=$((2 * $2))" accelerator=gpu steps_per_round=3 \
+    warm_up_steps=3 "record=$LOGS/$name.json" "${TINY[@]}" ${REHEARSE:+compiles=true} || return
   [ -z "${DRY_RUN:-}" ] || return 0
   # The Chrome trace is written beside the record and is no result: it stays with the logs.
   [ "$LOGS" -ef "$RESULTS" ] || [ ! -f "$LOGS/$name.json" ] || mv "$LOGS/$name.json" "$RESULTS"
   pack
 }
 
-attention() {
-  local name=${CARD}_attention_backends backends=(flash efficient)
-  local shapes=(gpt_1.2b:16:16:1024:96 bert_336m:128:16:512:64 bert_3.9b:16:40:512:64 gpt_8.3b_tp_8:8:4:1024:96)
+products() {  # what, limit in seconds, steps as model:sequences:precision
+  local name=${CARD}_products_$1 limit=$2 steps=("${@:3}") seconds=10
+  [ -z "$REHEARSE" ] || { steps=(gpt_tiny:1:"$1"); seconds=0.01; }
+  TAIL=60 step "$name" "$limit" "$PYTHON" analysis/benchmarks/gpu/products.py --step "${steps[@]}" --seconds "$seconds" \
+    --accelerator "$ACCELERATOR" --record "$RESULTS/$name.json" && pack_after
+}
+
+attention() {  # head sizes 64, 96 and 128, the last one with the work of gpt_1.2b
+  local name=${CARD}_attention_backends backends=(flash efficient cudnn flash3)
+  local shapes=(bert_336m:128:16:512:64 gpt_1.2b:32:16:1024:96 gpt_head_128:32:12:1024:128 gpt_8.3b_tp_8:8:4:1024:96)
   [ -z "$REHEARSE" ] || { shapes=(gpt_1.2b:2:2:16:8 bert_336m:2:3:16:8); backends=(math); }
   TAIL=60 step "$name" 180 "$PYTHON" analysis/benchmarks/gpu/attention_backends.py --shape "${shapes[@]}" --backends "${backends[@]}" \
     --accelerator "$ACCELERATOR" --record "$RESULTS/$name.json" && pack_after
@@ -143,20 +161,15 @@ pack_after() { [ -n "${DRY_RUN:-}" ] || pack; }
 against() {  # peer, least ratio of times, further keys
   local peer=$1 least=$2 name=${CARD}_against_$1
   shift 2
-  compare "$name" 520 model=gpt_355m precision=bf16 "peers=[$peer]" micro_batch_size=16 "$@" &&
+  compare "$name" 520 model=gpt_355m precision=bf16 "peers=[$peer]" micro_batch_size=16 global_batch_size=512 "$@" &&
     show "gpt_355m against $peer" "$name" "$peer/ratio_paired" "$least"
-}
-
-float8_speed() {  # both models are on the GPU at once
-  compare "${CARD}_fp8" 520 model=gpt_2.5b precision=fp8 'peers=[ours_bf16]' micro_batch_size=4 &&
-    show "gpt_2.5b, fp8 against bf16" "${CARD}_fp8" ours_bf16/ratio_paired 1.2
 }
 
 train() {  # name of the run and its record, further keys; on the documentation that ships with Python
   local name=$1 folder=$LOGS/$1
   shift
   has "$name" || run rm -rf "$folder"  # of a start that was cut short
-  step "$name" "${LIMIT:-520}" "$PYTHON" src/train.py data=embedded tokenizer=trained "name=$name" "hydra.run.dir=$folder" \
+  step "$name" "$LIMIT" "$PYTHON" src/train.py data=embedded tokenizer=trained "name=$name" "hydra.run.dir=$folder" \
     trainer.accelerator=gpu parallel.dp_size=1 trainer.progress_bar=false trainer.validate_every_steps=0 trainer.num_validation_samples=8 \
     checkpoint.save_every_steps=0 checkpoint.save_last=false logger.log_every_steps=1 logger.tensorboard=false "$@" \
     "${TINY_RUN[@]}" "${TINY_LAYOUT[@]}" || return 1
@@ -165,7 +178,7 @@ train() {  # name of the run and its record, further keys; on the documentation 
 }
 
 loss_run() {  # precision, seed: 200 steps of the 2.5 B model
-  train "${CARD}_2.5b_$1_seed_$2" model=gpt_2.5b "precision=$1" "seed=$2" micro_batch_size=8 global_batch_size=8 \
+  LIMIT=255 train "${CARD}_2.5b_$1_seed_$2" model=gpt_2.5b "precision=$1" "seed=$2" micro_batch_size=8 global_batch_size=8 \
     trainer.max_steps=200 schedule.warmup_steps=20
 }
 
@@ -199,11 +212,6 @@ timed() {  # name, limit in seconds, further keys of src/train.py: 30 steps, of 
 
 weak() {  # model, GPUs, limit: Table 1's weak scaling, 8 sequences with full recomputation
   timed "weak_$1" "$3" "model=$1" micro_batch_size=8 global_batch_size=8 model.recompute=full "parallel.tp_size=$2"
-}
-
-share_alone() {  # precision: of the only contender on the card
-  compare "${CARD}_$1_alone" 250 model=gpt_2.5b "precision=$1" 'peers=[]' micro_batch_size=8 &&
-    show "gpt_2.5b, $1 alone, share of $PEAK TFLOP/s" "${CARD}_$1_alone" ours/share_of_given_peak 0
 }
 
 jobs_of_a_checkpoint() {

@@ -13,17 +13,20 @@ from composed import composed, composed_run
 
 from analysis.benchmarks.config import BenchConfig
 from analysis.benchmarks.gpu.attention_backends import AttentionShape
+from analysis.benchmarks.gpu.products import Shape
 from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.figure import draw_true_widths
 from lmscale.config import Layout
 from lmscale.config.plan import PlanConfig
 from lmscale.config.pretrain import RunConfig
-from lmscale.models.attention_backend import BACKENDS
+from lmscale.models.attention_backend import ALL_BACKENDS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "analysis" / "benchmarks" / "h200.sh"
-PARTS = [f"a{number}" for number in range(1, 6)] + [f"b{number}" for number in range(1, 11)]
-PARTS += [f"c{number}" for number in range(1, 5)] + ["d1", "d2", "d3"] + [f"e{number}" for number in range(1, 7)]
+COUNTS = {"a": 9, "b": 2, "c": 4, "d": 7, "e": 6}
+PARTS = [f"{name}{number}" for name, count in COUNTS.items() for number in range(1, count + 1)]
+TABLE = ROOT / "docs" / "reference" / "gpu_measurements.md"
+BATCH = {"gpt": 512, "bert": 1024}  # of the paper
 
 
 def commands(*parts: str, **changes: str) -> list[tuple[int, list[str]]]:
@@ -51,43 +54,40 @@ def run_of(words: list[str]) -> RunConfig:
     return composed_run(*words)
 
 
-def test_list_a_has_correctness_a_trace_and_three_models() -> None:
+def test_list_a_is_the_profile_of_the_rows_that_were_measured(tmp_path) -> None:
     found = [words for _, words in commands("a")]
-    assert found == [words for part in ("a1", "a2", "a3", "a4", "a5") for _, words in commands(part)]
-    assert [words[0] for words in found] == [
-        *(
-            "analysis/benchmarks/gpu/gpu_facts.py",
-            "-m",
-            "analysis/benchmarks/bench.py",
-            "analysis/benchmarks/gpu/attention_backends.py",
-        ),
-        *["analysis/benchmarks/bench.py"] * 4,
+    assert found == [words for part in PARTS[:9] for _, words in commands(part)]
+    benches = [bench_of(words) for script, *words in found if script.endswith("bench.py")]
+    assert [(b.model["name"], b.precision.dtype, b.micro_batch_size) for b in benches if b.trace] == [
+        *(("gpt_1.2b", "bf16", 32), ("bert_336m", "bf16", 128), ("gpt_2.5b", "fp8", 8))
     ]
-    tests = [Path(word) for word in found[1] if word.startswith("tests/")]
-    marked = {
-        path.relative_to(ROOT)
-        for path in (ROOT / "tests").rglob("*.py")
-        if path != Path(__file__) and "pytest.mark.gpu" in path.read_text()
-    }
-    assert set(tests) == marked
-    assert found[1][1:4] == ["pytest", "-m", "gpu"]
-    benches = [bench_of(words[1:]) for words in (found[2], *found[4:])]
-    assert [bench.trace for bench in benches] == [True] + [False] * 4
-    assert [(b.model["name"], b.micro_batch_size, b.cuda_graphs) for b in benches] == [
-        *(("gpt_1.2b", 16, False), ("gpt_1.2b", 32, False)),
-        *(("bert_336m", 128, False), ("bert_336m", 128, True), ("bert_3.9b", 24, False)),
+    assert {(b.steps_per_round, b.step_sequences // b.micro_batch_size) for b in benches if b.trace} == {(3, 2)}
+    assert [(b.model["name"], b.precision.dtype) for b in benches if not b.trace] == [
+        *(("gpt_1.2b", "bf16"), ("bert_336m", "bf16"), ("gpt_2.5b", "fp8"), ("gpt_2.5b", "bf16"))
     ]
-    assert {(b.accelerator, b.precision.dtype, b.peak_tflops_per_s, *b.peers) for b in benches[1:]} == {
-        ("gpu", "bf16", 790)
-    }
+    products = [words for words in found if words[0].endswith("products.py")]
+    steps = [words[words.index("--step") + 1 : words.index("--seconds")] for words in products]
+    assert steps == [["gpt_1.2b:32:bf16", "bert_336m:128:bf16"], ["gpt_2.5b:8:fp8"]]
+    assert all(words[words.index("--seconds") + 1] == "10" for words in products)
+    assert all(Shape.of_step(text) for texts in steps for text in texts)
+    runs = [run_of(words) for script, *words in found if script == "src/train.py"]
+    assert [(run.name, run.precision.dtype, run.trainer.max_steps) for run in runs] == [
+        ("h200_2.5b_fp8_seed_1234", "fp8", 200),
+        *((f"h200_2.5b_bf16_seed_{seed}", "bf16", 200) for seed in (1234, 1235, 1236)),
+    ]
+    assert found[-1][:1] == ["analysis/benchmarks/gpu/jobs.py"] and found[-1][-4:-2] == ["--accelerator", "gpu"]
 
 
 def test_the_attention_shapes_match_the_models() -> None:
     words = commands("a2")[1][1]
     texts = words[words.index("--shape") + 1 : words.index("--backends")]
-    assert words[words.index("--backends") + 1 : words.index("--accelerator")] == list(BACKENDS)
+    assert words[words.index("--backends") + 1 : words.index("--accelerator")] == list(ALL_BACKENDS)
+    assert [text.split(":")[-1] for text in texts] == ["64", "96", "128", "96"]
     for text in texts:
         shape = AttentionShape.parse(text)
+        if shape.name == "gpt_head_128":  # the work of gpt_1.2b
+            assert shape.n * shape.d == 16 * 96
+            continue
         name, _, tp_size = shape.name.partition("_tp_")
         config = bench_of([f"model={name}", "peers=[]"]).transformer_config()
         assert (shape.n * int(tp_size or 1), shape.s, shape.d) == (
@@ -98,26 +98,52 @@ def test_the_attention_shapes_match_the_models() -> None:
         assert shape.causal == (config.family == "gpt")
 
 
-def test_list_b_composes_into_typed_configurations(tmp_path) -> None:
+def test_list_b_is_without_dropout_after_a_test_of_its_kernels() -> None:
+    tests, *rows = (words for _, words in commands("b"))
+    assert tests[1:4] == ["pytest", "-m", "gpu"] and tests[tests.index("-k") + 1] == "backend_of_model_attention"
+    assert tests[-1] == "tests/training/test_gpu.py"
+    assert "def test_a_compiled_layer_calls_the_backend_of_model_attention" in (ROOT / tests[-1]).read_text()
+    benches = [bench_of(words[1:]) for words in rows]
+    assert [(b.model["name"], b.model["attention"]) for b in benches] == [
+        *(("gpt_1.2b", "flash"), ("gpt_1.2b", "cudnn"), ("gpt_1.2b", "flash3"), ("gpt_2.5b", "cudnn"))
+    ]
+    for bench in benches:
+        config = bench.transformer_config()
+        assert (config.hidden_dropout, config.attention_dropout, config.input_dropout) == (0, 0, 0)
+
+
+def test_list_d_has_the_machine_and_the_other_models_beside_peers(tmp_path) -> None:
     (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
-    found = [words for _, words in commands("b", NANOGPT=str(tmp_path / "model.py"))]
+    machine, tests, *found = (words for _, words in commands("d", NANOGPT=str(tmp_path / "model.py")))
+    assert machine[0] == "analysis/benchmarks/gpu/gpu_facts.py" and "-k" not in tests
+    marked = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if path != Path(__file__) and "pytest.mark.gpu" in path.read_text()
+    }
+    assert {Path(word) for word in tests if word.startswith("tests/")} == marked
     benches = [bench_of(words) for script, *words in found if script == "analysis/benchmarks/bench.py"]
-    assert [(b.model["name"], b.cuda_graphs, b.precision.dtype, *b.peers) for b in benches] == [
-        *(("gpt_355m", False, "bf16"), ("gpt_355m", True, "bf16")),
-        *(("gpt_355m", False, "bf16", peer) for peer in ("hf_compiled", "file_compiled", "megatron_core")),
-        ("gpt_2.5b", False, "fp8", "ours_bf16"),
+    assert [(b.model["name"], b.cuda_graphs, *b.peers) for b in benches] == [
+        *(("bert_3.9b", False), ("gpt_355m", False), ("gpt_355m", True)),
+        *(("gpt_355m", False, peer) for peer in ("hf_compiled", "file_compiled", "megatron_core")),
     ]
-    trains = [words for script, *words in found if script == "src/train.py"]
-    assert len(found) == len(benches) + len(trains)
-    runs = []
-    for words in trains:
-        runs.append(run_of(words))
-    assert [(run.name, run.precision.dtype, run.trainer.max_steps) for run in runs] == [
-        ("h200_gpt_8.3b_20_steps", "bf16", 20),
-        ("h200_2.5b_fp8_seed_1234", "fp8", 200),
-        *((f"h200_2.5b_bf16_seed_{seed}", "bf16", 200) for seed in (1234, 1235, 1236)),
-    ]
-    assert runs[0].model.recompute == "auto" and "optimizer.moments=bf16" in trains[0]
+    (trained,) = (words for script, *words in found if script == "src/train.py")
+    run = run_of(trained)
+    assert (run.name, run.model.recompute) == ("h200_gpt_8.3b_20_steps", "auto") and "optimizer.moments=bf16" in trained
+
+
+def test_every_comparison_is_at_the_recipes_batch(tmp_path) -> None:
+    (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
+    found = [words for _, words in commands("a", "b", "d", NANOGPT=str(tmp_path / "model.py"))]
+    benches = [bench_of(words) for script, *words in found if script == "analysis/benchmarks/bench.py"]
+    rows = [bench for bench in benches if not bench.trace]
+    assert len(rows) == 14
+    for bench in rows:
+        recipe = composed_run(f"model={bench.model['name']}")
+        assert bench.step_sequences == recipe.global_batch_size == BATCH[bench.model["family"]]
+        assert (bench.accelerator, bench.peak_tflops_per_s) == ("gpu", 790)
+    small = [words for _, words in commands("a5", "b", CARD="h100")]  # whose micro-batch of gpt_1.2b is smaller
+    assert {bench_of(words[1:]).step_sequences for words in small if words[0].endswith("bench.py")} == {512, 1024}
 
 
 def test_list_c_is_figure_7_at_its_true_widths_and_each_run_continues_its_own_folder() -> None:
@@ -136,13 +162,7 @@ def test_list_c_is_figure_7_at_its_true_widths_and_each_run_continues_its_own_fo
     assert again.stdout.startswith("rm -rf outputs/h200/h200_fig7_bert_336m_pre_seed_1234")
 
 
-def test_lists_d_and_e_compose_for_one_gpu_and_for_eight() -> None:
-    jobs, trained, *alone = (words for _, words in commands("d"))
-    assert jobs[:1] == ["analysis/benchmarks/gpu/jobs.py"] and jobs[-4:-2] == ["--accelerator", "gpu"]
-    bench, run = bench_of(commands("a3")[0][1][1:]), run_of(trained[1:])
-    assert (run.model.name, run.micro_batch_size, run.global_batch_size) == ("gpt_1.2b", bench.micro_batch_size, 32)
-    benches = [bench_of(words[1:]) for words in alone]
-    assert [(b.precision.dtype, b.micro_batch_size, b.peers) for b in benches] == [("fp8", 8, []), ("bf16", 8, [])]
+def test_list_e_composes_for_eight_gpus() -> None:
     found = {words[0]: words[1:] for _, words in commands("e4")}
     plan = PlanConfig.from_dict(composed("plan", *found["src/plan.py"]))
     assert (plan.model.name, plan.measure, plan.num_devices, plan.cluster.name) == ("gpt_8.3b", 4, 8, "h200")
@@ -162,18 +182,24 @@ def test_lists_d_and_e_compose_for_one_gpu_and_for_eight() -> None:
 
 def test_every_part_ends_within_nine_minutes_and_record_names_are_unique(tmp_path) -> None:
     (tmp_path / "model.py").write_text("class GPT: ...\nclass GPTConfig: ...\n")
+    cells = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    minutes = {part: int(count) for part, _, count, _ in cells[1:]}  # after the titles
+    assert list(minutes) == PARTS
+    assert sum(count for part, count in minutes.items() if part[0] == "a") == 45
+    assert sum(minutes[part] for part in PARTS[:5]) < 30 and sum(minutes[part] for part in PARTS[5:9]) < 30
     records = []
     for part in PARTS:
         found = commands(part, NANOGPT=str(tmp_path / "model.py"))
-        assert 0 < sum(limit for limit, _ in found) <= 9 * 60 - 10, part  # 10 s for installing wheels and imports
+        limit = sum(limit for limit, _ in found)
+        assert 60 * minutes[part] <= limit <= 9 * 60 - 10, part  # 10 s for installing wheels and imports
         records += [
             word for _, words in found for word in words if word.endswith((".json", ".xml")) or "run.dir=" in word
         ]
-    assert len(set(records)) == len(records) == 35
+    assert len(set(records)) == len(records) == 41
 
 
 def test_the_rehearsal_composes_every_command_with_tiny_models_on_a_cpu() -> None:
-    for _, (script, *words) in commands("a", "b", "c", REHEARSE="1"):
+    for _, (script, *words) in commands("a", "b", "c", "d", REHEARSE="1"):
         assert not any(word.startswith(("analysis/benchmarks/records", "record=analysis")) for word in words)
         if script == "src/train.py":
             run = run_of(words)
@@ -192,10 +218,10 @@ def run_script(*parts: str, **changes: str) -> subprocess.CompletedProcess:
 
 def test_unknown_parts_and_cards_are_refused_before_anything_runs() -> None:
     done = subprocess.run(["bash", str(SCRIPT)], capture_output=True, text=True)
-    assert done.returncode == 2 and "some parts" in done.stdout
-    done = subprocess.run(["bash", str(SCRIPT), "a1", "a6"], capture_output=True, text=True)
+    assert done.returncode == 2 and "some parts" in done.stdout and done.stdout.count("\n| ") > len(PARTS)
+    done = subprocess.run(["bash", str(SCRIPT), "a1", "a10"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: a part must be one of {' '.join(PARTS)}, but is a6\n"
+    assert done.stderr == f"error: a part must be one of {' '.join(PARTS)}, but is a10\n"
     done = run_script("a1", CARD="h20", DRY_RUN="1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: `CARD` must be one of h200, h100, a100, v100, but is h20\n"
@@ -216,14 +242,14 @@ def fake_python(folder: Path, code: int, card: str = "h200 139.80") -> str:
 
 def test_a_failure_is_one_line_the_next_part_runs_and_the_exit_code_is_set(tmp_path) -> None:
     folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs"), "OUT": str(tmp_path / "out")}
-    done = run_script("a4", "a5", **folders | {"PYTHON": fake_python(tmp_path, 3), "WHEELS": ""})
+    done = run_script("a5", "d2", **folders | {"PYTHON": fake_python(tmp_path, 3), "WHEELS": ""})
     assert done.returncode == 1
-    names = ("h200_bert_336m", "h200_bert_336m_cuda_graphs", "h200_bert_3.9b")
+    names = ("h200_gpt_1.2b_bf16_batch_512", "h200_bert_336m_bf16_batch_1024", "h200_bert_3.9b_bf16_batch_1024")
     assert [line for line in done.stdout.splitlines() if "not measured" in line] == [
         f"{name}: not measured, exit code 3; see {tmp_path}/logs/{name}.log" for name in names
     ]
     assert done.stdout.count("since the start") == 2
-    with tarfile.open(tmp_path / "out" / "h200_a4_a5.tar.gz") as archive:  # the logs have the reason
+    with tarfile.open(tmp_path / "out" / "h200_a5_d2.tar.gz") as archive:  # the logs have the reason
         assert {Path(name).name for name in archive.getnames()} >= {f"{name}.log" for name in names}
 
 
@@ -232,90 +258,84 @@ def test_an_existing_record_is_kept_unless_forced(tmp_path) -> None:
     settings = folders | {"PYTHON": fake_python(tmp_path, 0), "WHEELS": ""}
     again = "the record is there already"
     for changes, skipped in (({}, False), ({}, True), ({"FORCE": "1"}, False)):
-        done = run_script("a5", **settings | changes)
+        done = run_script("d2", **settings | changes)
         assert done.returncode == 0, done.stdout + done.stderr
         # The comparison with the forecast runs at the end in any case.
         assert (again in done.stdout, done.stdout.splitlines().count("ran")) == (skipped, 1 if skipped else 2)
-        with tarfile.open(tmp_path / "out" / "h200_a5.tar.gz") as archive:
-            assert "./analysis/benchmarks/records/h200_bert_3.9b.json" in archive.getnames()
+        with tarfile.open(tmp_path / "out" / "h200_d2.tar.gz") as archive:
+            assert "./analysis/benchmarks/records/h200_bert_3.9b_bf16_batch_1024.json" in archive.getnames()
 
 
 def test_what_does_not_fit_the_machines_card_is_left_out_with_its_bytes(tmp_path) -> None:
     folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs")}
-    done = run_script("b5", "b6", "d3", **folders | {"PYTHON": fake_python(tmp_path, 0, "h100 79.10"), "WHEELS": ""})
+    done = run_script("a6", "d7", **folders | {"PYTHON": fake_python(tmp_path, 0, "h100 79.10"), "WHEELS": ""})
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if not line.startswith("== ")]
     assert [line for line in lines if "left out" in line] == [
         "h100_gpt_8.3b_20_steps: left out, needs 111.9 GiB, and the h100 has 79.1",
-        "h100_fp8: left out, needs 111.7 GiB, and the h100 has 79.1",
     ]
-    assert {path.name for path in (tmp_path / "results").iterdir()} == {"h100_fp8_alone.json", "h100_bf16_alone.json"}
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {
+        f"h100_gpt_2.5b_{dtype}_batch_512.json" for dtype in ("fp8", "bf16")
+    }
 
 
 def test_a_machine_without_the_card_is_refused_before_anything_runs(tmp_path) -> None:
     (tmp_path / "python").write_text("#!/usr/bin/env bash\n[ $2 = imports ] || { echo 'error: no' >&2; exit 2; }\n")
     (tmp_path / "python").chmod(0o755)
-    done = run_script("a3", PYTHON=str(tmp_path / "python"), RESULTS=str(tmp_path), LOGS=str(tmp_path), WHEELS="")
+    done = run_script("a5", PYTHON=str(tmp_path / "python"), RESULTS=str(tmp_path), LOGS=str(tmp_path), WHEELS="")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: no\n")
 
 
 @pytest.mark.slow
-def test_list_a_is_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
-    done = run_script(
-        "a", REHEARSE="1", LOGS=str(tmp_path / "logs"), RESULTS=str(tmp_path / "results"), OUT=str(tmp_path / "out")
-    )
+@pytest.mark.timeout(1800)
+def test_lists_a_and_b_are_rehearsed_end_to_end_on_a_cpu(tmp_path) -> None:
+    folders = {"LOGS": str(tmp_path / "logs"), "RESULTS": str(tmp_path / "results"), "OUT": str(tmp_path / "out")}
+    done = run_script("a", "b", REHEARSE="1", **folders)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "not measured" not in done.stdout and "not measured" not in done.stderr
-    records = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "results").glob("*.json")}
+    assert "not measured" not in done.stdout + done.stderr and "over 3 seeds" in done.stdout
+    paths = (tmp_path / "results").glob("*.json")
+    records = {path.stem.removeprefix("rehearsal_"): json.loads(path.read_text()) for path in paths}
+    runs = [f"2.5b_{run}" for run in ("fp8_seed_1234", *(f"bf16_seed_{seed}" for seed in (1234, 1235, 1236)))]
     assert set(records) == {
-        f"rehearsal_{name}"
-        for name in (
-            *("machine", "gpu_tests", "trace_gpt_1.2b", "attention_backends"),
-            *("gpt_1.2b", "bert_336m", "bert_336m_cuda_graphs", "bert_3.9b"),
-        )
+        *(f"trace_{model}" for model in ("gpt_1.2b", "bert_336m", "gpt_2.5b")),
+        *("attention_backends", "products_bf16", "products_fp8", "jobs", "gpu_tests_attention", *runs),
+        *("gpt_1.2b_bf16_batch_512", "bert_336m_bf16_batch_1024", "gpt_2.5b_fp8_batch_512", "gpt_2.5b_bf16_batch_512"),
+        *(f"gpt_1.2b_without_dropout_{attention}" for attention in ("flash", "cudnn", "flash3")),
+        "gpt_2.5b_without_dropout_cudnn",
     }
-    trace = records["rehearsal_trace_gpt_1.2b"]
+    trace = records["trace_gpt_1.2b"]
     # Of a layer, the passes over the logits, the counters of the optimizer, and AdamW for all tensors.
     assert trace["metrics"]["graphs"]["value"] == 6 and trace["graph_breaks"] == {}
     assert trace["syncs"]["aten::_local_scalar_dense"] > 0  # the optimizer reads the gradient norm
     rows = {(row["phase"], *row["operations"]): row["launches"] for row in trace["operations"]}
     assert rows["forward", "QKV"] > 0 and rows["optimizer", "AdamW"] > 0
-    attention = records["rehearsal_attention_backends"]["metrics"]
+    attention = records["attention_backends"]["metrics"]
     assert attention["bert_336m/error/math"]["value"] < 1e-2 and attention["gpt_1.2b/dropout_0.1/math"]["value"] > 0
+    assert {name.split("/")[2] for name in records["products_fp8"]["metrics"]} == {"bf16", "fp8_fast", "fp8_wide"}
+    assert all(records[name]["metrics"]["train/step"]["value"] > 0 for name in runs)
+    jobs = records["jobs"]["metrics"]
+    assert max(jobs[f"{job}/gap"]["value"] for job in ("finetune", "zero_shot", "generate")) == 0
+    assert jobs["background_saves"]["value"] == 4
     (archive,) = (tmp_path / "out").iterdir()
     with tarfile.open(archive) as packed:
         names = {Path(name).name for name in packed.getnames()}
-    assert {f"{name}.json" for name in records} | {
-        "rehearsal_trace_gpt_1.2b.trace.json.gz",
-        "rehearsal_gpu_tests.xml",
-    } <= names
+    assert {f"rehearsal_{name}.json" for name in records} | {"rehearsal_trace_gpt_1.2b.trace.json.gz"} <= names
     assert archive.stat().st_size < 16 * 2**20
-
-
-@pytest.mark.slow
-def test_trained_and_float8_rows_of_list_b_are_rehearsed_on_a_cpu(tmp_path) -> None:
-    folders = {"LOGS": str(tmp_path / "logs"), "RESULTS": str(tmp_path)}
-    done = run_script("b5", "b6", "b7", "b8", "b9", "b10", REHEARSE="1", **folders)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not measured" not in done.stdout + done.stderr and "over 3 seeds" in done.stdout
-    records = {path.stem: json.loads(path.read_text())["metrics"] for path in tmp_path.glob("*.json")}
-    runs = [f"rehearsal_2.5b_{run}" for run in ("fp8_seed_1234", *(f"bf16_seed_{seed}" for seed in (1234, 1235, 1236)))]
-    assert set(records) == {"rehearsal_gpt_8.3b_20_steps", "rehearsal_fp8", *runs}
-    assert all(records[name]["train/step"]["value"] > 0 for name in ("rehearsal_gpt_8.3b_20_steps", *runs))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_lists_d_and_e_are_rehearsed_on_two_cpu_ranks_and_fill_figure_5(tmp_path) -> None:
-    done = run_script("d", "e", REHEARSE="1", LOGS=str(tmp_path / "logs"), RESULTS=str(tmp_path))
+    parts = ("d1", "d2", "d3", "d7", "e")
+    done = run_script(*parts, REHEARSE="1", LOGS=str(tmp_path / "logs"), RESULTS=str(tmp_path / "results"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not measured" not in done.stdout + done.stderr
-    records = {path.stem.removeprefix("rehearsal_"): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    paths = (tmp_path / "results").glob("*.json")
+    records = {path.stem.removeprefix("rehearsal_"): json.loads(path.read_text()) for path in paths}
     weak = [f"weak_gpt_{size}" for size in ("1.2b", "2.5b", "4.2b", "8.3b")]
-    trained = {"gpt_1.2b_train", *weak, "gpt_1.2b_dp_8", "gpt_1.2b_dp_8_zero1", "gpt_8.3b_pp_2"}
-    assert set(records) == trained | {"jobs", "fp8_alone", "bf16_alone", "layouts_gpt_8.3b", "figure_5"}
-    assert max(records["jobs"]["metrics"][f"{job}/gap"]["value"] for job in ("finetune", "zero_shot", "generate")) == 0
-    assert records["jobs"]["metrics"]["background_saves"]["value"] == 4
+    trained = {*weak, "gpt_1.2b_dp_8", "gpt_1.2b_dp_8_zero1", "gpt_8.3b_pp_2", "gpt_8.3b_20_steps"}
+    rows = {"bert_3.9b_bf16_batch_1024", "gpt_355m_bf16_batch_512", "gpt_355m_bf16_batch_512_cuda_graphs"}
+    assert set(records) == trained | rows | {"machine", "gpu_tests", "layouts_gpt_8.3b", "figure_5"}
     assert records["figure_5"]["metrics"]["figure_5/mp/1_gpu"]["value"] == 100
     for name in trained:
         assert {f"train/{part}" for part in ("step", "forward", "backward", "optimizer")} <= set(
