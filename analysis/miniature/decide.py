@@ -196,11 +196,8 @@ def main() -> int:
         raise ValueError(f"`--records` must have a scored pretraining, but {options.records} has none yet")
     cells, scores = models(records), finetunings(records)
     print(cells.groupby(MODEL).mean().drop(columns="seed").to_string(float_format="{:.4g}".format))
-    print(
-        scores.pivot_table(index=["task", "arm"], columns="width", values="score").to_string(
-            float_format="{:.1f}".format
-        )
-    )
+    table = scores.pivot_table(index=["task", "arm"], columns="width", values="score")
+    print(table.to_string(float_format="{:.1f}".format))
     record = summarize(records, left)
     for number, test in enumerate(record["config"]["tests"], 1):
         print(f"test {number}: {outcome(test)}")

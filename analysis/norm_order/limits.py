@@ -69,10 +69,9 @@ def read_limits(cells: pd.DataFrame) -> pd.DataFrame:
     for condition, some in cells[cells["group"].isin([*LIMIT_GROUPS, *CHOOSING])].groupby(CONDITION):
         lowest, highest = place(some["lr"].min()), place(some["lr"].max())
         # Rates are a factor of two apart: a seed's limit is as many steps above the lowest as rates in a row learned.
-        learned = {
-            seed: each.sort_values("lr")["state"].eq("learned").astype(int) for seed, each in some.groupby("seed")
-        }
-        seeds = {int(seed): lowest - 1 + int(each.cummin().sum()) for seed, each in learned.items()}
+        seeds = {}
+        for seed, states in some.sort_values("lr").groupby("seed")["state"]:
+            seeds[int(seed)] = lowest - 1 + int(states.eq("learned").astype(int).cummin().sum())
         means = learned_means(some) if some["group"].isin(CHOOSING).any() else pd.Series()
         row = dict(zip(CONDITION, condition, strict=True)) | {"seeds": seeds, "limit": min(seeds.values())}
         row |= {"best": None if means.empty else place(means.idxmin()), "lowest": lowest, "highest": highest}

@@ -36,7 +36,7 @@ from analysis.norm_order.figure import (
 )
 from analysis.norm_order.limits import study_cells
 from analysis.pages.results_page import findings
-from analysis.report.records import fitted_cluster, read_records, records_below
+from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
@@ -45,8 +45,6 @@ from analysis.scaling_law.cells import tabulate
 from analysis.scaling_law.figure import study_figures
 from lmscale.cli.errors import one_line_errors
 from lmscale.results import path_argument
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
@@ -156,7 +154,7 @@ def fingerprint(figure: Figure) -> str:
 def main() -> int:
     """Draw the figures, and without `--only` write the page that shows them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=path_argument, default=ROOT / "outputs" / "figures")
+    parser.add_argument("--folder", type=path_argument, default=ANALYSIS.parent / "outputs" / "figures")
     parser.add_argument("--only", metavar="NAME", help="one figure")
     options = parser.parse_args()
     records = read_records()
