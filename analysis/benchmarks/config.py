@@ -12,7 +12,7 @@ from lmscale.config.training import PrecisionConfig
 
 PADDED_VOCABULARIES = {"gpt": 51_200, "bert": 30_720}
 NAMES_OF_A_MODEL_FILE = {"GPT", "GPTConfig"}
-PEERS = ("hf_eager", "hf_compiled", "megatron_core", "file_eager", "file_compiled", "ours_bf16")
+PEERS = ("hf_eager", "hf_compiled", "megatron_core", "file_eager", "file_compiled")
 TEMPERATURE, TEACHER_WEIGHT = 2.0, 0.5  # of a comparison with a teacher
 FILE_PEERS = {"file_eager", "file_compiled"}
 
@@ -26,8 +26,8 @@ class BenchConfig(Checked):
         teacher: the fields of a teacher's `TransformerConfig`, with random weights; each step then distils from it, at
             `TEMPERATURE` and `TEACHER_WEIGHT`. Peers are then those of Hugging Face.
         peers: some of `PEERS`: Hugging Face's model, eager or compiled; megatron-core's GPT
-            with the local spec; a model file in nanoGPT's form (`GPT`, `GPTConfig`), eager or compiled; our own step in
-            bf16 (to compare with float8). Empty: ours alone.
+            with the local spec; a model file in nanoGPT's form (`GPT`, `GPTConfig`), eager or compiled. Empty:
+            ours alone.
         precision: fp32, bf16 or fp8; with fp8 the peers compute in bf16.
         file: model file of the peers `file_eager` and `file_compiled`.
         micro_batch_size: sequences of a forward and backward pass.
@@ -80,8 +80,6 @@ class BenchConfig(Checked):
             raise ValueError("`record` must be a file with trace=true, but is null")
         if self.precision.dtype not in ("fp32", "bf16", "fp8"):
             raise ValueError(f"`precision` must be fp32, bf16 or fp8 for a comparison, but is {self.precision.dtype}")
-        if "ours_bf16" in self.peers and self.precision.dtype != "fp8":
-            raise ValueError(f"`precision` must be fp8 with the peer ours_bf16, but is {self.precision.dtype}")
         if self.teacher is not None and not {*self.peers} <= {"hf_eager", "hf_compiled"}:
             raise ValueError(f"`peers` must be hf_eager or hf_compiled with a teacher, but are {', '.join(self.peers)}")
         if self.cuda_graphs and not (self.compiles and self.precision.dtype in ("bf16", "fp8")):
@@ -102,9 +100,7 @@ class BenchConfig(Checked):
                     f"but is {self.micro_batch_size} x {self.length}"
                 )
         if config.family == "bert" and {*FILE_PEERS, "megatron_core"} & set(self.peers):
-            raise ValueError(
-                f"`peers` of a BERT must be hf_eager, hf_compiled or ours_bf16, but are {', '.join(self.peers)}"
-            )
+            raise ValueError(f"`peers` of a BERT must be hf_eager or hf_compiled, but are {', '.join(self.peers)}")
         if self.length > config.max_position_embeddings:
             raise ValueError(
                 f"`seq_length` must be at most `model.max_position_embeddings` ({config.max_position_embeddings}), "

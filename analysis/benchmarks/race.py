@@ -179,9 +179,7 @@ def make_contender(name: str, bench: BenchConfig, device: torch.device) -> Conte
         ValueError: a peer is not installed or does not support the family.
     """
     if name == "ours":
-        return Ours(bench, device, bench.precision.dtype)
-    if name == "ours_bf16":
-        return Ours(bench, device, "bf16")
+        return Ours(bench, device)
     if name in ("hf_eager", "hf_compiled"):
         return HuggingFace(bench, device, compiles=name == "hf_compiled")
     if name in FILE_PEERS:

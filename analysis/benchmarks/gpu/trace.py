@@ -42,7 +42,7 @@ def trace(bench: BenchConfig, path: Path) -> dict:
     device, name = require_device(resolve_accelerator(bench.accelerator))
     torch.set_float32_matmul_precision("medium")
     counters.clear()
-    ours = Ours(bench, device, bench.precision.dtype)  # first: it sets the allocator
+    ours = Ours(bench, device)  # first: it sets the allocator
     (batches,) = make_batches(bench.transformer_config(), bench, 1, device)
     number = 0
     for _ in range(bench.warm_up_steps):

@@ -23,16 +23,17 @@ from .contender import MAX_NORM, Batch, Contender
 
 
 class Ours(Contender):
-    """This project's model and optimizer, as `train.py` uses them on one device; `dtype` as in `precision=`."""
+    """This project's model and optimizer, as `train.py` uses them on one device."""
 
-    def __init__(self, bench: BenchConfig, device: torch.device, dtype: str) -> None:
+    def __init__(self, bench: BenchConfig, device: torch.device) -> None:
+        dtype = bench.precision.dtype
         if device.type == "cpu":
             keep_heap()
         else:
             set_allocator(bench.cuda_graphs)
             check_products(dtype)
             keep_partial_sums_in_fp32()
-        config = resolve_attention(bench, device, dtype)
+        config = resolve_attention(bench, device)
         self.bench, self.attention, context = bench, config.attention, ParallelContext()
         kernels = Kernels(float8=dtype == "fp8", compiles=bench.compiles, cuda_graphs=bench.cuda_graphs)
         self.model = build_model(config, context, seed=bench.seed, dtype=DTYPES[dtype], device=device, kernels=kernels)
@@ -71,13 +72,13 @@ class Ours(Contender):
         return loss.detach()
 
 
-def resolve_attention(bench: BenchConfig, device: torch.device, dtype: str) -> TransformerConfig:
+def resolve_attention(bench: BenchConfig, device: torch.device) -> TransformerConfig:
     """The model with `model.attention=auto` resolved as `train.py` does.
 
     Raises:
         ValueError: as `check_attention`.
     """
-    config = bench.transformer_config()
+    config, dtype = bench.transformer_config(), bench.precision.dtype
     if bench.model.get("attention") != "auto":
         check_attention(config.attention, device.type == "cuda", dtype)
         return config
