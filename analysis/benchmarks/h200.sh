@@ -18,7 +18,7 @@
 # PEAK=790                   TFLOP/s that shares are of: large bf16 products on an H200; d1 measures it again
 # NANOGPT=path/to/model.py   nanoGPT's model file (d5; not part of this repository)
 # SEED=1235                  another seed of list c
-# A PYTHON with megatron-core is needed for d6 (pip install megatron-core).
+# A PYTHON with megatron-core is needed for d6 (pip install megatron-core), one with flash_attn_interface for a row of b2.
 
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -63,7 +63,9 @@ part_b1() {
   without_dropout cudnn gpt_1.2b "$(sequences 32 16)" 0 190
 }
 part_b2() {
-  without_dropout flash3 gpt_1.2b "$(sequences 32 16)" 0 190
+  if [ -n "${DRY_RUN:-}$REHEARSE" ] || "$PYTHON" -c 'import flash_attn_interface' 2> /dev/null; then
+    without_dropout flash3 gpt_1.2b "$(sequences 32 16)" 0 190
+  else echo "gpt_1.2b with FlashAttention-3: not measured, $PYTHON has no flash_attn_interface"; fi
   without_dropout cudnn gpt_2.5b 8 0.704 300  # 556 TFLOP/s, the highest that was published of H100 (marin-community/marin 6979)
 }
 

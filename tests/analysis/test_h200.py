@@ -279,6 +279,19 @@ def test_what_does_not_fit_the_machines_card_is_left_out_with_its_bytes(tmp_path
     }
 
 
+def test_a_row_whose_kernel_is_not_installed_is_left_out_in_a_line(tmp_path) -> None:
+    """Not a failure: the stub interpreter ends with 3 for whatever it runs, so also for the import."""
+    folders = {"RESULTS": str(tmp_path / "results"), "LOGS": str(tmp_path / "logs")}
+    python = fake_python(tmp_path, 3)
+    done = run_script("b2", **folders | {"PYTHON": python, "WHEELS": ""})
+    found = [line for line in done.stdout.splitlines() if "not measured" in line]
+    assert found == [
+        f"gpt_1.2b with FlashAttention-3: not measured, {python} has no flash_attn_interface",
+        f"h200_gpt_2.5b_without_dropout_cudnn: not measured, exit code 3; see {tmp_path}/logs/"
+        "h200_gpt_2.5b_without_dropout_cudnn.log",
+    ]
+
+
 def test_a_machine_without_the_card_is_refused_before_anything_runs(tmp_path) -> None:
     (tmp_path / "python").write_text("#!/usr/bin/env bash\n[ $2 = imports ] || { echo 'error: no' >&2; exit 2; }\n")
     (tmp_path / "python").chmod(0o755)
