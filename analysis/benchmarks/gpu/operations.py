@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_effi
 GRAPH = "## Call CompiledFxGraph"
 TYPE_BYTES = {"double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2}
 TYPE_BYTES |= {"bool": 1, "unsigned char": 1, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1}
-LOSS = ("loss", "sum of the chunks")
+LOSS = ("loss", "logits", "sum of the chunks")
 NUM_KERNELS = 8  # kept per row
 
 
@@ -106,10 +106,10 @@ def join(events: list[dict], job: Workload, cluster: Cluster, num_steps: int) ->
     micro_batches = num_steps * job.num_micro_batches(Layout())
     graphs = Counter(event["name"] for event in events if event["name"].startswith(GRAPH))
     of_layers = {name for name, count in graphs.items() if count > micro_batches}
+    modelled = _operations(job)
     measured: dict[Key, list[Work]] = defaultdict(list)
     for work in work_in(events):
-        measured[_key_of_work(work, of_layers)].append(work)
-    modelled = _operations(job)
+        measured[_key_of_work(work, of_layers, modelled)].append(work)
     rows = [
         _row(key, modelled.get(key, []), measured.get(key, []), job, cluster, num_steps)
         for key in dict.fromkeys((*modelled, *measured))
@@ -130,7 +130,10 @@ def describe(rows: list[dict]) -> str:
 
 
 def _operations(job: Workload) -> dict[Key, list[Operation]]:
-    """The planner's operations by the keys of what computes them."""
+    """The planner's operations by the keys of what computes them.
+
+    The rows of BERT's heads and logits are the masked words, which differ by batch: their products have no shape here.
+    """
     layer_names = set()
     for placement in set(stage_placements(job.config, Layout(), 0)):
         layer = LayerCounts(job, Layout(), placement)
@@ -141,7 +144,7 @@ def _operations(job: Workload) -> dict[Key, list[Operation]]:
         key: Key = phase, "around the layers"
         if operation.work is not None and re.match("attention (?!projection)", operation.name):
             key = phase, "attention"  # a fused core, or the batched products of an exact one
-        elif isinstance(operation.work, Product):
+        elif isinstance(operation.work, Product) and (job.config.traits.is_causal or operation.name in layer_names):
             m, n = operation.work.m, operation.work.n
             key = phase, "product", *sorted((m, n)), operation.flops // (2 * m * n)
         elif phase in ("optimizer", "gradients"):
@@ -154,7 +157,7 @@ def _operations(job: Workload) -> dict[Key, list[Operation]]:
     return found
 
 
-def _key_of_work(work: Work, of_layers: set[str]) -> Key:
+def _key_of_work(work: Work, of_layers: set[str], modelled: Container[Key]) -> Key:
     names = [host["name"] for host in work.hosts]
     phase = "backward" if any(name.startswith("autograd::engine") for name in names) else "forward"
     if any(name.startswith("Optimizer.step") for name in names):
@@ -167,7 +170,9 @@ def _key_of_work(work: Work, of_layers: set[str]) -> Key:
         if host["name"] in PRODUCTS:
             first = PRODUCTS[host["name"]]
             (m, k), (_, n) = host["args"]["Input Dims"][first : first + 2]
-            return phase, "product", *sorted((m, n)), k
+            key = phase, "product", *sorted((m, n)), k
+            if key in modelled or of_layers.intersection(names):
+                return key
     if any(name.startswith("_LinearCrossEntropy") for name in names):
         return phase, "loss"
     return phase, "in the layers" if of_layers.intersection(names) else "around the layers"
