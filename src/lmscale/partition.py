@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PIECE_ELEMENTS = 25 * 2**20 // 4  # elements per piece, about: a bucket of torch's DDP holds as many fp32 numbers
+# On GPUs, of any number of data ranks, and per data rank: the parts that a ring sends stay long enough to use its
+# bandwidth. Source: the buckets of Megatron-LM (`distributed_data_parallel.py`).
+PIECE_ELEMENTS_ON_GPU, PIECE_ELEMENTS_PER_RANK_ON_GPU = 40_000_000, 1_000_000
 ROW_ELEMENTS = 1024  # per row of the gradient buffer, at most
 ALIGNED = 8  # elements: kernels read 16 bytes at once, of a half type from addresses that are multiples of 16
 LOGITS_AT_ONCE = 50 * 2**20  # of one rank: 1,024 rows of 51,200 columns, or 8,192 rows of an eighth of them
@@ -62,7 +65,9 @@ class BufferPlan(NamedTuple):
     num_cuts: int
 
 
-def plan_buffer(sizes: Sequence[int], row_lengths: Iterable[int], num_cuts: int = 1) -> BufferPlan:
+def plan_buffer(
+    sizes: Sequence[int], row_lengths: Iterable[int], dp_size: int = 1, zero1: bool = False, on_gpu: bool = False
+) -> BufferPlan:
     """Lay out the gradient buffer: the last parameter first, the order in which the backward pass finishes them.
 
     Parameters and the cuts of every piece begin with a row.
@@ -70,11 +75,14 @@ def plan_buffer(sizes: Sequence[int], row_lengths: Iterable[int], num_cuts: int 
     Args:
         sizes: elements of each parameter on one tensor rank, in model order.
         row_lengths: of the matrices among them.
-        num_cuts: the data ranks with ZeRO stage 1, else 1.
+        zero1: data ranks update an equal part of every piece each.
     """
+    at_once, num_cuts = PIECE_ELEMENTS, dp_size if zero1 else 1
+    if on_gpu:
+        at_once = max(PIECE_ELEMENTS_ON_GPU, dp_size * PIECE_ELEMENTS_PER_RANK_ON_GPU)
     width = math.gcd(ROW_ELEMENTS, *row_lengths)
     unit = max(width, ALIGNED)
     *starts, total = itertools.accumulate((size + -size % unit for size in reversed(sizes)), initial=0)
-    num_pieces, smallest = -(-total // PIECE_ELEMENTS), num_cuts * unit
+    num_pieces, smallest = -(-total // at_once), num_cuts * unit
     piece_size = -(-total // (num_pieces * smallest)) * smallest
     return BufferPlan(width, tuple(reversed(starts)), -(-total // piece_size), piece_size, num_cuts)

@@ -49,6 +49,7 @@ class StepOrder:
         self.strategy = SimpleNamespace(**place, model=None, checkpoint_io=TorchCheckpointIO())
         self.accumulate_grad_batches, self.optimizers, self.state = 1, [], SimpleNamespace(fn=None)
         self.precision, self.gradient_clip_algorithm, self.gradient_clip_val, self.callbacks = "32-true", None, None, []
+        self.datamodule, self.loggers = None, []
 
     def build(self, module: Any) -> None:
         """Build model, optimizer and schedule."""

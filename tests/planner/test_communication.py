@@ -183,10 +183,10 @@ def test_with_zero1_a_data_rank_sends_the_replicated_gradients_of_its_parts(
         expected.append(sum(part.size for part in parts if part.param.shard.replicated))
     assert len(set(expected)) > 1
     layout = Layout(tp_size=tp_size, dp_size=dp_size, sequence_parallel=True, zero1=True)
-    assert replicated_parameters(config, layout) == expected
+    assert replicated_parameters(config, layout, on_gpu=False) == expected
 
     def sent(dp_rank: int | None) -> list[int]:
-        found = step_collectives(training(config, 4, layout, seq_length=12), layout, dp_rank)
+        found = step_collectives(training(config, 4, layout, seq_length=12, on_gpu=False), layout, dp_rank)
         return [c.num_bytes for c in found if c.what == "gradients of replicated parameters"]
 
     assert [sent(rank) for rank in range(dp_size)] == [[4 * n] if n else [] for n in expected]

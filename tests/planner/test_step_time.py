@@ -74,6 +74,7 @@ def test_data_ranks_change_only_gradient_communication(name, recompute, tp_size,
     config = paper_model(name, recompute=recompute)
     few, many = (parts(planned(config, Layout(tp_size=tp_size, dp_size=d)).time) for d in (dp_size, 2 * dp_size))
     assert many.pop("data") > few.pop("data") > 0
+    assert 0 < many.pop("latency") <= few.pop("latency")  # pieces grow with the data ranks
     assert few == many
 
 

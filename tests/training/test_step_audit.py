@@ -39,8 +39,8 @@ GRIDS = {  # of four
     "stages, data, zero1": {"pp_size": 2, "dp_size": 2, "zero1": True},
 }
 NUMBER = 8  # bytes
-# Besides the planner's: whether a rank wants to stop or a timed checkpoint is due, two votes; over the data group the
-# number of scored tokens, which a step's loss is divided by; over the stages the loss.
+# Besides the planner's: whether a rank wants to stop or a timed checkpoint is due, two votes; over the data group, in
+# the last stage, the number of scored tokens, which a step's loss is divided by; over the stages the loss.
 EVERY_STEP = {"world": ("all_reduce", 2 * NUMBER)} | dict.fromkeys(("data", "pipeline"), ("all_reduce", NUMBER))
 
 
@@ -54,6 +54,8 @@ def planned(run: Run, dp_rank: int, stage: int) -> Counter:
 
 class _Phases(L.Callback):
     """Names the step, or the validation, that a collective belongs to; the last callback."""
+
+    __module__ = "lmscale.tests"  # as a user's it would make a step wait for the weights of ZeRO-1
 
     def __init__(self, recorder: CollectiveRecorder) -> None:
         self.recorder = recorder
@@ -150,6 +152,8 @@ def expected(run: Run, dp_rank: int, stage: int = 0) -> Counter:
     """The planner's collectives of a stage of a data rank and those of EVERY_STEP."""
     found = planned(run, dp_rank, stage)
     for group, (kind, num_bytes) in EVERY_STEP.items():
+        if group == "data" and stage < run.layout.pp_size - 1:
+            continue
         if group == "world" or run.layout.axes[group] > 1:
             found[kind, name_of_world(run) if group == "world" else group, num_bytes] += 1
     return found

@@ -114,18 +114,28 @@ class Transformer(nn.Module):
             length = tokens.shape[1] * (1 if starts or not self.context.sequence_parallel else self.context.tp_size)
             keys = keys_of_own_tokens(keys, length, in_region, self.context)
             embedding_key, layer_keys = keys[0], keys[1:].unflatten(0, (-1, DROPOUTS_OF_A_LAYER))
+        self.before_layer(self.layers[self.own_layers[0]])
         x = self.embed(tokens, token_types, embedding_key, positions) if starts else tokens
         for index in self.own_layers:
             layer, keys = self.layers[index], layer_keys[index]
+            self.before_layer(layer)
             if config.recompute == "full" and self.training:
                 x = checkpoint(layer, x, attention_mask, keys, use_reentrant=False)
             else:
                 x = layer(x, attention_mask, keys, cache)
+        self.before_layer(None)
         if not self.context.is_last_stage:
             return x
         if self.placement.after_stack:
             x = self.final_norm(x)
         return gather_sequence(x, self.context)
+
+    def before_layer(self, layer: nn.Module | None) -> None:
+        """Called before the weights of a layer are read, and of all before it in the model's order; None: of any.
+
+        It does nothing unless `MixedPrecisionAdamW.gather_behind` has replaced it. A hook of the layer would be part of
+        its compiled graph.
+        """
 
     def _draw_sample_keys(self, tokens: Tensor) -> Tensor:
         if self.context.tp_size > 1:

@@ -10,7 +10,7 @@ from .collectives import copy_to_tensor_parallel_region, reduce_from_tensor_para
 from .communicator import Communicator, ProcessGroupCommunicator, SingleRankCommunicator
 from .context import ParallelContext, choose_communicator, make_context
 from .cross_entropy import IGNORE_LABEL, vocab_parallel_cross_entropy, vocab_parallel_logits
-from .data_collectives import begin_sum_over_data_ranks, gather_from_data_ranks, sum_over_data_ranks
+from .data_collectives import begin_gather_from_data_ranks, begin_sum_over_data_ranks, sum_over_data_ranks
 from .distillation import CachedTargets, ProjectedTargets, SoftTargets
 from .fingerprint import fingerprint, first_difference
 from .grad_norm import GradientNorm, global_gradient_norm, gradient_norms_of_parts, sync_replicated_gradients

@@ -31,6 +31,6 @@ def begin_sum_over_data_ranks(x: Tensor, context: ParallelContext) -> dist.Work:
     return dist.all_reduce(x, group=context.dp_group, async_op=True)
 
 
-def gather_from_data_ranks(x: Tensor, context: ParallelContext) -> None:
-    """Fill `x` in place with each data rank's own cut, as in `begin_sum_over_data_ranks`."""
-    _all_gather(x, x.view(context.dp_size, -1)[context.dp_rank], group=context.dp_group)
+def begin_gather_from_data_ranks(x: Tensor, context: ParallelContext) -> dist.Work:
+    """Begin to fill `x` in place with each data rank's own cut, as in `begin_sum_over_data_ranks`."""
+    return _all_gather(x, x.view(context.dp_size, -1)[context.dp_rank], group=context.dp_group, async_op=True)

@@ -148,14 +148,16 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, 
     number = job.num_micro_batches(layout)
     found = [dataclasses.replace(c, count=c.count * number) for c in micro_batch_collectives(job, layout, stage)]
     if layout.dp_size > 1:
-        buffer = rank_buffer(job.config, layout, stage)
+        buffer = rank_buffer(job.config, layout, job.on_gpu, stage)
         kind = "reduce_scatter" if layout.cuts_optimizer else "all_reduce"
         num_bytes = buffer.piece_size * job.wide_bytes
         found.append(Collective("gradients", kind, "data", "gradients", buffer.num_pieces, num_bytes))
         if layout.cuts_optimizer:
             num_bytes = buffer.piece_size * job.weight_bytes
             found.append(Collective("weights", "all_gather", "data", "optimizer", buffer.num_pieces, num_bytes))
-    by_rank = replicated_parameters(job.config, layout, stage) if layout.tp_size > 1 else [0] * layout.dp_size
+    by_rank = [0] * layout.dp_size
+    if layout.tp_size > 1:
+        by_rank = replicated_parameters(job.config, layout, job.on_gpu, stage)
     replicated = (max(by_rank) if dp_rank is None else by_rank[dp_rank]) * job.wide_bytes
     if replicated:
         what = "gradients of replicated parameters"
@@ -175,7 +177,7 @@ def step_collectives(job: Workload, layout: Layout, dp_rank: int | None = None, 
     return found
 
 
-def replicated_parameters(config: TransformerConfig, layout: Layout, stage: int = 0) -> list[int]:
+def replicated_parameters(config: TransformerConfig, layout: Layout, on_gpu: bool, stage: int = 0) -> list[int]:
     """Parameters that every tensor rank holds whole.
 
     Per layer the LayerNorms and two row biases; outside the layers the LayerNorms, the position and type embeddings,
@@ -184,7 +186,7 @@ def replicated_parameters(config: TransformerConfig, layout: Layout, stage: int 
     Returns:
         by data rank the number of elements: of all, with ZeRO stage 1 of those that it updates.
     """
-    buffer = rank_buffer(config, layout, stage)
+    buffer = rank_buffer(config, layout, on_gpu, stage)
     cut, found = buffer.piece_size // buffer.num_cuts, [0] * buffer.num_cuts
     for each, start in zip(rank_parameters(config, layout, stage), buffer.starts, strict=True):
         for first in () if each.is_sharded else range(start // cut * cut, start + each.size, cut):

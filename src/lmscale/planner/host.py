@@ -17,7 +17,7 @@ def host_s(job: Workload, layout: Layout, stage: int = 0) -> float:
     layer = FORWARD_S * (2 if job.config.recompute == "full" else 1) + BACKWARD_S
     micro_batch = MICRO_BATCH_S + len(stage_placements(job.config, layout, stage)) * layer
     micro_batch += FORWARD_S * sum(teacher.num_layers for teacher in job.models[1:])
-    buffer = rank_buffer(job.config, layout, stage)
+    buffer = rank_buffer(job.config, layout, job.on_gpu, stage)
     # With ZeRO stage 1 the part of each piece begins within a parameter.
     num_updated = len(buffer.starts) / buffer.num_cuts + buffer.num_pieces * layout.cuts_optimizer
     return job.num_micro_batches(layout) * micro_batch + num_updated * PARAMETER_S + STEP_S

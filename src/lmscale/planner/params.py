@@ -143,8 +143,8 @@ def count_parameters(config: TransformerConfig, layout: Layout = _WHOLE_MODEL) -
 
 
 @_recent
-def rank_buffer(config: TransformerConfig, layout: Layout, stage: int = 0) -> BufferPlan:
+def rank_buffer(config: TransformerConfig, layout: Layout, on_gpu: bool, stage: int = 0) -> BufferPlan:
     """The gradient buffer of `rank_parameters`."""
     p, sizes = layout.tp_size, [each.size for each in rank_parameters(config, layout, stage)]
     row_lengths = config.hidden_size, config.padded_width(p) // p, config.ffn_size // p
-    return plan_buffer(sizes, row_lengths, layout.dp_size if layout.cuts_optimizer else 1)
+    return plan_buffer(sizes, row_lengths, layout.dp_size, layout.cuts_optimizer, on_gpu)

@@ -138,7 +138,7 @@ def _update(job: Workload, layout: Layout, stage: int) -> list[Operation]:
     found = [added._replace(read=n * e)]  # the first micro-batch is copied, the others are added
     if num_added:
         found.append(times(num_added, added))
-    n //= rank_buffer(job.config, layout, stage).num_cuts
+    n //= rank_buffer(job.config, layout, job.on_gpu, stage).num_cuts
     # Per parameter the norm reads the gradient; one kernel reads gradient, master and moments, and writes master,
     # moments and the weight of a half type (`tests/cuda/test_optimizer_kernels.py`).
     moments = 2 * (HALF_BYTES if job.half_moments else wide)

@@ -19,6 +19,7 @@ def diagnose(module: TrainingModule, micro_batches: list[MicroBatch]) -> dict[st
     Args:
         micro_batches: of the step.
     """
+    module.optimizer.buffer.wait_for_weights()
     weights, gradients = module.model.named_parameters(), module.optimizer.gradients().items()
     layers, outputs = {layer: name for name, layer in module.model.named_modules()}, []
 

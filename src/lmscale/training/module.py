@@ -196,13 +196,19 @@ class PretrainModule(TrainingModule):
         numbers = numbers - (context.dp_rank - self.dropout_rank) * samples_per_rank
         return batch | {"dropout_numbers": pinned_like(numbers, batch["tokens"])}
 
+    def training_step(self, batch: list[MicroBatch] | MicroBatch, batch_idx: int) -> Tensor:
+        """See `TrainingModule`; sums also the losses to log, which would have to wait for the weights of ZeRO-1."""
+        loss = super().training_step(batch, batch_idx)
+        if self.logs:
+            self._logged_terms = sum_over_data_ranks(self.step_terms.clone(), self.parallel)
+        return loss
+
     def _finish_step(self, *args: Any) -> None:
         """Log the step as well, where callbacks see its loss in `on_train_batch_end`."""
         super()._finish_step()
         if self.logs:
-            losses = sum_over_data_ranks(self.step_terms.clone(), self.parallel)
             self.log("grad_norm", self.optimizer.counters.grad_norm)
-            self.log_dict(self.named_losses("train", losses), prog_bar=True)
+            self.log_dict(self.named_losses("train", self._logged_terms), prog_bar=True)
 
     def predict_step(self, batch: MicroBatch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The most probable token (GPT: the next one) at every position, int64 [b, s], equal on all tensor ranks.

@@ -217,8 +217,11 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
             abort_nccl()
 
     def teardown(self) -> None:
-        """Leave weights and optimizer on the device, unlike DDPStrategy: a shard with its moments may not fit into the
-        host's memory."""
+        """Wait for weights that are on their way, and leave weights and optimizer on the device, unlike DDPStrategy: a
+        shard with its moments may not fit into the host's memory."""
+        for optimizer in self.optimizers if dist.is_initialized() else ():  # `on_exception` may have ended NCCL
+            if isinstance(optimizer, MixedPrecisionAdamW):
+                optimizer.buffer.wait_for_weights()
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         if self._is_alone:  # the next Trainer of this process may use another layout

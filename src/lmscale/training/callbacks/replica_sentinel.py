@@ -44,6 +44,7 @@ class ReplicaSentinel(L.Callback):
 
     def _check(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         context, optimizer = pl_module.parallel, trainer.optimizers[0]
+        optimizer.buffer.wait_for_weights()
         specs = {name: master.shard for name, master in zip(optimizer.names, optimizer.masters, strict=True)}
         everything = {key: (tensor, specs[key.split("/", 1)[1]]) for key, tensor in optimizer.tensors().items()}
         weights = {name: (param, param.shard) for name, param in pl_module.model.named_parameters()}

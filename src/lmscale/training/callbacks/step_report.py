@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import lightning as L
+from torch import Tensor
 
 from ...parallel.data_collectives import sum_over_data_ranks
 from ...planner.flops import dense_peak_flops_per_s, model_flops_per_step, teacher_flops
@@ -57,6 +58,7 @@ class StepReport(L.Callback):
         self.diagnosis: dict[str, Any] = {}
         self.training_from = time.monotonic()
         self.train_time_s = 0.0
+        self._losses: Tensor | None = None  # of the step, if it has a row
         self._layer_norms: dict[str, float] = {}
         self._batch_end: float | None = None
         self._steps_since_row = 0
@@ -83,9 +85,15 @@ class StepReport(L.Callback):
         self.timer.add("data", now - self._step_start)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Compute the norms of the complete gradients, if they are reported."""
-        if self.request.logger.layer_grad_norms and self._reports(trainer, pl_module.completed_steps + 1):
-            self._layer_norms = layer_gradient_norms(optimizer)
+        """Sum the losses of a reported step, and compute the norms of its complete gradients, if asked for.
+
+        After the update, the sum would wait for the weights of ZeRO-1.
+        """
+        self._losses = None
+        if self._reports(trainer, pl_module.completed_steps + 1):
+            self._losses = sum_over_data_ranks(pl_module.step_terms, pl_module.parallel)
+            if self.request.logger.layer_grad_norms:
+                self._layer_norms = layer_gradient_norms(optimizer)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -94,9 +102,7 @@ class StepReport(L.Callback):
         self.timer.enter(None)
         step, optimizer = pl_module.completed_steps, pl_module.optimizer
         self._steps_since_row += 1
-        losses = None
-        if self._reports(trainer, step):
-            losses = sum_over_data_ranks(pl_module.step_terms, pl_module.parallel).tolist()
+        losses = None if self._losses is None else self._losses.tolist()
         self.timer.add("step", time.perf_counter() - self._step_start)
         if losses is not None:
             self._write_row(trainer, pl_module, losses)

@@ -1,6 +1,6 @@
 """The gradients of a rank's parameters in one flat buffer, summed in fp32 over micro-batches and data ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...parallel import ParallelContext, begin_sum_over_data_ranks, gather_from_data_ranks
+from ...parallel import ParallelContext, begin_gather_from_data_ranks, begin_sum_over_data_ranks
 from ...partition import plan_buffer
 
 _HOOKS = WeakIdKeyDictionary()  # of each parameter in a buffer; as its attribute it would be pickled with it
@@ -35,7 +35,7 @@ class GradientBuffer:
 
     Over 512 micro-batches a sum in bf16 loses 12 % of its norm; here each micro-batch is added in fp32. The parameters
     move to a second buffer in the same order. With `context.zero1` every piece is cut into equal parts, one per data
-    rank, which gets the sum of its own, updates it and sends the weights back.
+    rank, which gets the sum of its own, updates it and sends the weights back (`begin_gather`).
 
     The backward pass runs from the last parameter to the first, and the buffer has that order (`plan_buffer`). In the
     last backward pass of a step, announced by `start_grad_sync`, a piece is sent as soon as all parameters from its
@@ -61,8 +61,9 @@ class GradientBuffer:
         self.context, self._held = context, held
         parameters = list(named.values())
         sizes, row_lengths = [p.numel() for p in parameters], [p.shape[-1] for p in parameters if p.ndim > 1]
-        plan = plan_buffer(sizes, row_lengths, context.dp_size if context.zero1 else 1)
+        plan = plan_buffer(sizes, row_lengths, context.dp_size, context.zero1, parameters[0].is_cuda)
         self.width, num, size = plan.width, plan.num_pieces, plan.piece_size
+        self._piece_size = size
         self._grid = (num, plan.num_cuts, size // plan.num_cuts) if context.zero1 else (1, 1, num * size)
         self._cut = context.dp_rank if context.zero1 else 0
         accumulation_dtype = torch.promote_types(parameters[0].dtype, torch.float32)
@@ -81,6 +82,7 @@ class GradientBuffer:
             param.requires_grad_(trains)
             self.parts += self._parts_of(name, param, place)
         self._has_gradient = [False] * len(parameters)
+        self._gathers = []  # of the weights, begun and not waited for, the first layers first
         self._pieces = self.flat.view(num, size)[: num if context.dp_size > 1 else 0]
         self._firsts = [sum(start >= (i + 1) * size for start in plan.starts) for i in range(num)]
         self._start_over()
@@ -174,4 +176,23 @@ class GradientBuffer:
             over the data group, an all-gather of each piece, N numbers in total.
         """
         for piece in flat.view(self._grid):
-            gather_from_data_ranks(piece.view(-1), self.context)
+            begin_gather_from_data_ranks(piece.view(-1), self.context).wait()
+
+    def begin_gather(self) -> None:
+        """With ZeRO-1, begin to `gather` the weights, in the order in which the forward pass uses them.
+
+        Whatever reads weights next must call `wait_for_weights`.
+        """
+        pieces = self.weights.view(self._grid).unbind()
+        self._gathers = [begin_gather_from_data_ranks(piece.view(-1), self.context) for piece in reversed(pieces)]
+
+    def wait_for_weights(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Wait until these parameters have arrived, with all before them in the model's order; None: until all have.
+
+        The host waits on a CPU, the current stream on a GPU.
+        """
+        if not self._gathers:
+            return
+        first = 0 if parameters is None else min(param.storage_offset() for param in parameters)
+        while len(self._gathers) > first // self._piece_size:
+            self._gathers.pop(0).wait()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.training import OptimizerConfig, PrecisionConfig
+from ...models.transformer import Transformer
 from ...parallel import ParallelContext, global_gradient_norm, sync_replicated_gradients
 from ...parallel.pipeline import add_to_owner, copy_from_owner, gather_from_stages
 from .adamw import OnePass, update_by_torch
@@ -49,7 +50,7 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
 
     Communicates:
         as `reduce_gradients`, and per step as `global_gradient_norm`; with `context.zero1` the weights as
-        `GradientBuffer.gather`; with several stages as `copy_from_owner`.
+        `GradientBuffer.begin_gather`; with several stages as `copy_from_owner`.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
     ) -> None:
         parameters = dict(named_parameters)
         tied = next((name for name, param in parameters.items() if param.shard.tie), None)
-        self.tied, self.copy_buffer = parameters.get(tied), None
+        self.tied, self.copy_buffer, self._overlaps_gather = parameters.get(tied), None, False
         if self.tied is not None and self.tied.shard.tie == "copy":
             self.copy_buffer = GradientBuffer({tied: parameters.pop(tied)}, ParallelContext())
         self.buffer = GradientBuffer(parameters, context, held=self.tied)
@@ -125,6 +126,13 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def gather_behind(self, transformer: Transformer) -> None:
+        """With ZeRO-1, let `step` return before the weights are there: each layer of the next forward pass waits for
+        its own. Whatever else reads weights must call `GradientBuffer.wait_for_weights` before."""
+        buffer = self.buffer  # a function with the optimizer would keep the moments as long as the model
+        transformer.before_layer = lambda layer: buffer.wait_for_weights(None if layer is None else layer.parameters())
+        self._overlaps_gather = True
+
     def start_grad_sync(self) -> None:
         """Reduce the gradients during the next backward pass, the last of the step (`GradientBuffer`)."""
         self.buffer.start_grad_sync()
@@ -163,6 +171,7 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
+        self.buffer.wait_for_weights()  # this rank's part, which is sent, is overwritten next
         self.buffer.complete()
         frozen = self._find_frozen()
         norm = global_gradient_norm((m for m in self.masters if m not in frozen), self.context, self.device)
@@ -174,8 +183,12 @@ class MixedPrecisionAdamW(torch.optim.Optimizer):
             for group in self.param_groups:
                 update_by_torch(group, self.state, self.weights, step, frozen)
         if self.context.zero1:
-            self.buffer.gather(self.buffer.weights)
+            self.buffer.begin_gather()
+            if not self._overlaps_gather:
+                self.buffer.wait_for_weights()
         if self.tied is not None:
+            if self.copy_buffer is None:
+                self.buffer.wait_for_weights([self.tied])
             copy_from_owner(self.tied.detach(), self.context)
         self.counters.publish()
 

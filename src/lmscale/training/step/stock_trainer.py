@@ -16,12 +16,26 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from ...config.checks import refuse
+from ...config.family import BUILT_IN
 from ...data.datamodule import check_strategy
 from ...parallel import fingerprint, first_difference
 from ..lightning_state import to_json
 
 _DTYPES = {"64-true": "fp64", "32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
 _LOAD_OPTIONS = {"map_location": None, "hparams_file": None, "strict": True, "weights_only": True}  # and what is done
+
+_CALLBACKS = ("early_stopping", "lr_monitor", "model_checkpoint", "model_summary", "progress.", "rich_model_summary")
+# Where the code is that reads no weights between an update and the next forward pass, or waits for them.
+_WAITING = ("lmscale.", "lightning.pytorch.loggers.", *(f"lightning.pytorch.callbacks.{name}" for name in _CALLBACKS))
+
+
+def reads_no_weights(trainer: L.Trainer) -> bool:
+    """Whether no code of the user's may read weights between an update and the next forward pass: model, module, data
+    module, callbacks and loggers are the project's, or of those of Lightning's in `_WAITING`."""
+    module = trainer.lightning_module
+    objects = (module, trainer.datamodule, *trainer.callbacks, *trainer.loggers)
+    known = all(each is None or type(each).__module__.startswith(_WAITING) for each in objects)
+    return known and module.config.family in BUILT_IN
 
 
 def dtype_of_trainer(trainer: L.Trainer) -> str:

@@ -20,7 +20,7 @@ from ...parallel.pipeline import run_forward, run_pipeline, sum_over_stages
 from ..lightning_state import from_json
 from .learning_rate import UpdateSchedule
 from .optimizer import MixedPrecisionAdamW
-from .stock_trainer import check_equal_batches, check_load_options, check_trainer, dtype_of_trainer
+from .stock_trainer import check_equal_batches, check_load_options, check_trainer, dtype_of_trainer, reads_no_weights
 
 # Of weights and activations; with fp8 they are bf16, and matrix products are in float8 (`Kernels.float8`).
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,7 +127,7 @@ class TrainingModule(L.LightningModule, ABC):
         if batch_idx == 0 and "sample_numbers" not in batch[0]:  # a user's loader, at the start of an epoch
             check_equal_batches(batch, self.trainer.strategy)
         optimizer.zero_grad()
-        denominators = self._denominators(batch)
+        counts, denominators = [self.loss_counts(micro_batch) for micro_batch in batch], []
         self.step_terms = torch.zeros(len(self.loss_terms), dtype=torch.float64, device=self.device)
 
         def forward(index: int, micro_batch: MicroBatch, received: Tensor | None) -> Tensor:
@@ -136,6 +136,8 @@ class TrainingModule(L.LightningModule, ABC):
             sums = self.compute(micro_batch, received, self.dropout_keys(micro_batch))
             if not parallel.is_last_stage:
                 return sums
+            if not denominators:  # not before the first forward pass: messages of a group follow one another
+                denominators.extend(self._denominators(counts))
             terms = sums / denominators[index].to(sums.dtype)
             self.step_terms += terms.detach().double()
             return self.total_loss(terms)
@@ -189,12 +191,11 @@ class TrainingModule(L.LightningModule, ABC):
         dtype = DTYPES[self.precision.dtype]
         return torch.empty(b, s, self.model.config.hidden_size, dtype=dtype, device=self.device)
 
-    def _denominators(self, batch: list[MicroBatch]) -> list[Tensor]:
+    def _denominators(self, counts: list[Tensor]) -> list[Tensor]:
         """Divisors of each micro-batch's loss sums, such that all parts of a step add up to its loss."""
-        counts = [self.loss_counts(micro_batch) for micro_batch in batch]
         if self.loss_reduction == "mean_of_means":
-            return [own.clamp(min=1) * (len(batch) * self.parallel.dp_size) for own in counts]
-        return [sum_over_data_ranks(torch.stack(counts).sum(dim=0), self.parallel).clamp(min=1)] * len(batch)
+            return [own.clamp(min=1) * (len(counts) * self.parallel.dp_size) for own in counts]
+        return [sum_over_data_ranks(torch.stack(counts).sum(dim=0), self.parallel).clamp(min=1)] * len(counts)
 
     def dropout_keys(self, batch: MicroBatch) -> Tensor | None:
         """One dropout key per sample; None for a batch without numbers of its samples."""
@@ -322,6 +323,8 @@ class TrainingModule(L.LightningModule, ABC):
         if self.weights_from:
             with self.reading(self.weights_from) as read_into:
                 optimizer.load_masters(read_into)
+        if reads_no_weights(self.trainer):
+            optimizer.gather_behind(self.model.transformer)
         optimizer.register_step_post_hook(self._finish_step)
         schedule = UpdateSchedule(optimizer, self.schedule, self.optimizer_config.lr)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
