@@ -84,19 +84,19 @@ class Case:
     @property
     def predicted(self) -> int:
         """Predicted bytes."""
-        return estimate_memory(self.job, Layout(tp_size=self.tp_size, **self.options)).total
+        return estimate_memory(self.job, self.layout).total
 
     @property
-    def options(self) -> dict[str, bool]:
-        """Of the layout and of the ranks' contexts."""
-        return {"sequence_parallel": self.sequence_parallel, "batch_halves": self.batch_halves}
+    def layout(self) -> Layout:
+        """The tensor ranks and their options."""
+        options = {"sequence_parallel": self.sequence_parallel, "batch_halves": self.batch_halves}
+        return Layout(tp_size=self.tp_size, **options)
 
     def context(self) -> ParallelContext:
         """Of this rank, in a process group of `tp_size` ranks."""
         if self.tp_size == 1:
             return ParallelContext()
-        axes = Layout(tp_size=self.tp_size).axes
-        return make_context(axes, "cpu", TIMEOUT, shared_memory=False, **self.options)
+        return make_context(self.layout, "cpu", TIMEOUT, shared_memory=False)
 
 
 def sized(
