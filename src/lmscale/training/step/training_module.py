@@ -59,9 +59,9 @@ class TrainingModule(L.LightningModule, ABC):
         step_terms: this data rank's part of the loss terms of the last step, fp64 [number of terms].
 
     Communicates:
-        per epoch of a user's loader, as `check_equal_batches`. Per step, over the data group: one all-reduce of the
-        term counts; the gradients, starting within the last backward pass, as `MixedPrecisionAdamW` says. With several
-        stages as `run_pipeline`, and one all-reduce of the loss terms over the pipeline.
+        per epoch of a user's loader, as `check_equal_batches`. Per step, over the data group: in the last stage one
+        all-reduce of the term counts; the gradients, starting within the last backward pass, as `MixedPrecisionAdamW`
+        says. With several stages as `run_pipeline`, and one all-reduce of the loss terms over the pipeline.
     """
 
     loss_terms: Any  # one name per loss term
