@@ -16,8 +16,8 @@ from lmscale.planner.communication import micro_batch_collectives, step_collecti
 from lmscale.planner.flops import hardware_flops_per_step
 from lmscale.planner.layer_operations import MAGNITUDE, LayerCounts
 from lmscale.planner.operation import Operation
-from lmscale.planner.overlap import _waits, exposed_shares
-from lmscale.planner.params import count_parameters
+from lmscale.planner.overlap import _waits, exposed_of_pieces, exposed_shares
+from lmscale.planner.params import count_parameters, rank_buffer, rank_parameters, stage_placements
 from lmscale.planner.plan import Plan
 from lmscale.planner.plan_table import format_plan, short_number
 from lmscale.planner.search import describe_host
@@ -171,11 +171,42 @@ def test_messages_travel_one_at_a_time() -> None:
     assert waits("10", ["", "+"], 10.0, 2) == 1 + 2 * 10.0 - 2
 
 
+@pytest.mark.parametrize("layout", [Layout(dp_size=4), Layout(tp_size=2, pp_size=2, dp_size=4, zero1=True)])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_piece_of_the_gradients_is_sent_when_its_last_layer_is_done(layout: Layout, stage: int) -> None:
+    """Against each parameter's own layer, a layer's time apart at most, because a piece may end near a layer's end."""
+    stage %= layout.pp_size
+    config = paper_model("gpt_355m")
+    buffer, parameters = rank_buffer(config, layout, True, stage), rank_parameters(config, layout, stage)
+    num_layers, per_layer, seen = len(stage_placements(config, layout, stage)), 12, 0
+    first = 2 if stage == 0 else 0  # of the first layer
+    pass_s, each = 0.1, 0.1 / buffer.num_pieces
+    for message_s in (0.1 * each, each, 3 * each):
+        end = 0.0
+        for piece in range(buffer.num_pieces):
+            last = min(i for i, start in enumerate(buffer.starts) if start < (piece + 1) * buffer.piece_size)
+            layer = (last - first) // per_layer if last >= first else 0
+            end = max(end, pass_s * (num_layers - min(layer, num_layers)) / num_layers) + message_s
+        share = exposed_of_pieces(training(config, 8, layout), layout, stage, pass_s, message_s)
+        seen += 0.0 < share < 1.0
+        assert share * buffer.num_pieces * message_s == pytest.approx(end - pass_s, abs=1.001 * pass_s / num_layers)
+        assert share >= 1 / buffer.num_pieces * (1 - 1e-9)  # the last piece is never hidden
+    assert seen == 3 and len(parameters) == len(buffer.starts)
+    assert exposed_of_pieces(training(config, 8, layout), layout, stage, 0.0, 1.0) == pytest.approx(1.0)
+
+
+def test_on_a_cpu_no_message_of_the_data_ranks_is_hidden() -> None:
+    for cluster, hides in (("h100", True), ("cpu", False)):
+        time = planned("gpt_355m", 8, cluster=cluster, dp_size=2).time
+        assert time.data > 0 and (time.data_hidden > 0) is hides
+        assert time.slowest == pytest.approx(time.total + 0.5 * time.data_hidden)
+
+
 ROOT = Path(__file__).parents[2]
 
 
-def planned(name: str, b: int, n: int = 1, cluster: str = "h200", **changes) -> Plan:
-    layout, device = Layout(), load_cluster(ROOT / "conf" / "cluster" / f"{cluster}.yaml")
+def planned(name: str, b: int, n: int = 1, cluster: str = "h200", dp_size: int = 1, **changes) -> Plan:
+    layout, device = Layout(dp_size=dp_size), load_cluster(ROOT / "conf" / "cluster" / f"{cluster}.yaml")
     job = training(paper_model(name, **changes), b, layout, n=n, dtype="bf16")
     return Plan(dataclasses.replace(job, on_gpu=device.is_gpu), layout, device)
 
@@ -207,12 +238,12 @@ def test_recomputed_layers_are_launched_again() -> None:
 def test_a_plan_says_that_it_is_host_bound_and_which_micro_batch_is_not() -> None:
     plan = planned("bert_336m", 4, n=8)
     (line,) = describe_host(plan)
-    assert line.startswith("host-bound: the host takes") and line.endswith("it is not with micro_batch_size=8")
-    assert plan.time.host > 0 == planned("bert_336m", 8, n=4).time.host
-    assert describe_host(planned("bert_336m", 8)) == []
+    assert line.startswith("host-bound: the host takes") and line.endswith("it is not with micro_batch_size=16")
+    assert planned("bert_336m", 8, n=4).time.host > 0 == planned("bert_336m", 16, n=2).time.host
+    assert describe_host(planned("bert_336m", 16)) == []
     assert "waiting for the host" in format_plan("bert_336m", plan, [])
     (line,) = describe_host(planned("bert_336m", 4))
-    assert line.endswith("micro_batch_size=8 global_batch_size=8")
+    assert line.endswith("micro_batch_size=16 global_batch_size=16")
     tiny = dataclasses.replace(plan.cluster, memory_gib=plan.needed_bytes / 2**30 + plan.cluster.reserved_gib + 0.01)
     assert describe_host(dataclasses.replace(plan, cluster=tiny))[0].endswith("no larger micro-batch fits")
 

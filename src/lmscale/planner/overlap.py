@@ -1,8 +1,9 @@
-"""How much of the time of a layer's messages no computation hides, in the code that torch.compile generates.
+"""How much of the time of messages no computation hides on a GPU.
 
 A message starts when its operand is computed; what needs it waits. Between the two the rank computes what is
-independent of it: the gradient of a weight behind f's all-reduce and, with `batch_halves`, the other half of the
-micro-batch. Messages travel one at a time, beside kernels that keep their full rate: a GPU may be slower.
+independent of it: within a layer, in the code that torch.compile generates, the gradient of a weight behind f's
+all-reduce and, with `batch_halves`, the other half of the micro-batch; of the data group, the rest of a pass.
+Messages of a group travel one at a time, beside kernels that keep their full rate: `StepTime.slowest` has a bound.
 """
 
 from collections import Counter
@@ -11,7 +12,7 @@ from itertools import groupby
 from ..config import Layout
 from ..config.cluster import Cluster
 from .layer_operations import MAGNITUDE, LayerCounts
-from .params import stage_placements
+from .params import rank_buffer, rank_parameters, stage_placements
 from .workload import Workload
 
 
@@ -38,6 +39,31 @@ def exposed_shares(
                 if what:
                     total[what] += number * message_s[what]
     return {what: waits[what] / seconds for what, seconds in total.items()}
+
+
+def exposed_of_pieces(job: Workload, layout: Layout, stage: int, pass_s: float, message_s: float) -> float:
+    """Share of the time of the gradient buffer's messages for which the rank waits.
+
+    Gradients: a piece is sent when the last backward pass of a step has left the layer of its last gradient, which for
+    an embedding is the end; the rank waits for what is left after the pass. Weights, with ZeRO stage 1: pieces come in
+    the opposite order, and the first forward pass of the next step waits for each before the layer that reads it: as
+    long, for a pass of the same length (`GradientBuffer`). Layers count as equally large and long.
+
+    Args:
+        pass_s: seconds of that pass over one micro-batch.
+        message_s: seconds of one piece.
+    """
+    buffer, num_layers = (
+        rank_buffer(job.config, layout, job.on_gpu, stage),
+        len(stage_placements(job.config, layout, stage)),
+    )
+    parameters = rank_parameters(job.config, layout, stage)
+    layers = sum(each.size for each in parameters if "embedding" not in each.part)
+    end = 0.0
+    for piece in range(1, buffer.num_pieces + 1):
+        num_done = min(num_layers, -(-piece * buffer.piece_size * num_layers // layers))
+        end = max(end, pass_s * num_done / num_layers) + message_s
+    return max(0.0, end - pass_s) / (buffer.num_pieces * message_s)
 
 
 def _waits(

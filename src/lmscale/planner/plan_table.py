@@ -61,18 +61,18 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
 def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     """A table of one plan, for the terminal."""
     cluster, time = plan.cluster, plan.time
-    of_all = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    of_tensor = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
+    of_data = f" of {(time.data + time.data_hidden) * 1e3:,.1f} ms"
     of_host = f" of {(time.host + time.host_hidden) * 1e3:,.1f} ms"
-    not_measured = " all: what the backward pass hides was not measured" if plan.layout.dp_size > 1 else ""
     stages = [("messages between stages", time.pipeline, ""), ("idle, waiting for other stages", time.idle, "")]
     stages = stages if plan.layout.pp_size > 1 else []
     rows = (
         ("matrix products", time.matmul, ""),
         ("element-wise work", time.elementwise, ""),
         ("between kernels", time.overhead, ""),
-        ("tensor-parallel messages, not hidden", time.tensor, of_all),
+        ("tensor-parallel messages, not hidden", time.tensor, of_tensor),
         *stages,
-        ("data-parallel messages, not hidden", time.data, not_measured),
+        ("data-parallel messages, not hidden", time.data, of_data),
         ("optimizer", time.optimizer, ""),
         *([("waiting for the host", time.host, of_host)] if plan.job.on_gpu else []),
         ("step", time.total, ""),

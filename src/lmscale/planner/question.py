@@ -14,6 +14,7 @@ from .search import (
     Ranking,
     describe_host,
     describe_limits,
+    describe_slower_kernels,
     divides,
     largest_number,
     nearest,
@@ -126,7 +127,7 @@ def rank(question: PlanConfig) -> tuple[Ranking, list[str]]:
             f"{closest.overrides} does not: {describe_shortage(closest)}; {way_out}"
         )
     best = ranking.fitting[0]
-    notes += describe_padding(best) + describe_stages(best) + describe_host(best)
+    notes += describe_padding(best) + describe_stages(best) + describe_host(best) + describe_slower_kernels(ranking)
     if not fixed.keys() & {"tp_size", "dp_size"}:
         notes += describe_limits(best, options, fixed)
     return ranking, notes

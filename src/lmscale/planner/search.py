@@ -240,6 +240,18 @@ def describe_host(plan: Plan) -> list[str]:
     return [f"host-bound: {words}; {way_out}"]
 
 
+def describe_slower_kernels(ranking: Ranking) -> list[str]:
+    """Describe which layout is the fastest if messages slow the kernels beside them; nothing if it is the first."""
+    best, other = ranking.fitting[0], min(ranking.fitting, key=lambda plan: plan.time.slowest)
+    if other is best:
+        return []
+    ranges = [f"{plan.time.total:,.3f} to {plan.time.slowest:,.3f} s" for plan in (best, other)]
+    return [
+        f"the best layout takes {ranges[0]}, depending on how much messages slow the kernels beside them; "
+        f"if they do most, {other.overrides} is faster: {ranges[1]}"
+    ]
+
+
 def describe_limits(best: Plan, options: Layout, fixed: Mapping[str, bool]) -> list[str]:
     """Describe what restricts the fastest layout besides memory, and which numbers near the given ones are faster.
 

@@ -11,11 +11,14 @@ from .communication import Collective, step_collectives
 from .host import host_s
 from .memory import keeps_scores
 from .operation import Operation
-from .overlap import exposed_shares
+from .overlap import exposed_of_pieces, exposed_shares
 from .params import distinct_stages
 from .step_operations import step_operations
 from .workload import Workload
 
+# Seconds that a hidden second of messages may cost the kernels beside it: GEMMs were seen to take up to twice as long
+# (github.com/pytorch/pytorch/issues/143988, github.com/NVIDIA/nccl/issues/1428).
+KERNELS_BESIDE_MESSAGES = 0.5
 _PARTS = {"product": "matmul", "attention": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
 
 
@@ -70,11 +73,12 @@ class StepTime:
         tensor: messages of the tensor group, as far as nothing hides them.
         pipeline: messages between stages.
         idle: waiting for other stages, p - 1 of m + p - 1 micro-batches.
-        data: messages of the data group: the sum of the gradients, with ZeRO stage 1 also the weights.
+        data: messages of the data group, as far as nothing hides them: the sum of the gradients, with ZeRO stage 1 also
+            the weights.
         optimizer: AdamW.
         host: waiting for the host, which launches the kernels; on a GPU.
         host_hidden: the rest of the host's time, behind the device's; no part of `total`.
-        tensor_hidden: the rest of the tensor group's messages, behind computation; no part of `total`.
+        tensor_hidden, data_hidden: the rest of these messages, behind computation; no part of `total`.
         latency: the part of all messages that does not depend on their size.
     """
 
@@ -89,6 +93,7 @@ class StepTime:
     host: float
     host_hidden: float
     tensor_hidden: float
+    data_hidden: float
     latency: float
 
     @classmethod
@@ -98,7 +103,8 @@ class StepTime:
         for row in rows:
             seconds[row.part] += row.seconds - row.launch_s
             seconds["overhead"] += row.launch_s
-            seconds["host_hidden" if row.part == "host" else "tensor_hidden"] += row.hidden
+            if row.hidden:
+                seconds[f"{row.part}_hidden"] += row.hidden
             seconds["latency"] += row.latency
         return cls(**seconds)
 
@@ -113,6 +119,11 @@ class StepTime:
         return self.compute + self.tensor + self.pipeline + self.idle + self.data + self.optimizer + self.host
 
     @property
+    def slowest(self) -> float:
+        """`total` if messages slow the kernels beside them as much as was seen, see `KERNELS_BESIDE_MESSAGES`."""
+        return self.total + KERNELS_BESIDE_MESSAGES * (self.tensor_hidden + self.data_hidden)
+
+    @property
     def host_share(self) -> float:
         """Time of the host over that of the device; above 1 the step is host-bound."""
         return (self.host + self.host_hidden) / (self.total - self.host)
@@ -120,7 +131,7 @@ class StepTime:
     @property
     def messages(self) -> float:
         """All messages, hidden or not."""
-        return self.tensor + self.tensor_hidden + self.pipeline + self.data
+        return self.tensor + self.tensor_hidden + self.pipeline + self.data + self.data_hidden
 
     @property
     def ratio(self) -> float | None:
@@ -170,12 +181,18 @@ def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[StepRow]:
 
 
 def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> list[StepRow]:
-    messages, shares = step_collectives(job, layout, stage=stage), {}
-    if job.on_gpu and layout.tp_size > 1:  # elsewhere layers are not compiled
-        each = {message.what: message_s(message, layout, cluster) / message.count for message in messages}
-        shares = exposed_shares(job, layout, stage, cluster, each)
     operations = operation_rows(step_operations(job, layout, stage), cluster, job.dtype)
-    return [*operations, *message_rows(messages, layout, cluster, shares)]
+    messages, shares = step_collectives(job, layout, stage=stage), {}
+    each = {message.what: message_s(message, layout, cluster) / message.count for message in messages}
+    if job.on_gpu and layout.tp_size > 1:  # elsewhere layers are not compiled
+        shares = exposed_shares(job, layout, stage, cluster, each)
+    rows = [*operations, *message_rows((m for m in messages if m.group != "data"), layout, cluster, shares)]
+    if job.on_gpu and layout.dp_size > 1:  # elsewhere messages take the cores of what should hide them
+        for what, phases in (("gradients", ("backward", "recomputation")), ("weights", ("forward",))):
+            if what in each:
+                seconds = sum(row.seconds for row in rows if row.phase in phases) / job.num_micro_batches(layout)
+                shares[what] = exposed_of_pieces(job, layout, stage, seconds, each[what])
+    return [*rows, *message_rows((m for m in messages if m.group == "data"), layout, cluster, shares)]
 
 
 def operation_rows(operations: Iterable[Operation], cluster: Cluster, dtype: str) -> list[StepRow]:
