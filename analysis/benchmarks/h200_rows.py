@@ -56,7 +56,7 @@ def row(title: str, record: Path, metric: str, least: float) -> str:
 def forecast_of(record: Path, metric: str) -> str:
     """What was forecast for a metric of a record, for its row; empty if nothing was."""
     card, _, name = record.stem.partition("_")
-    path = FORECASTS / f"{card}_forecast.json"
+    path = FORECASTS / f"{card}_forecast_2.json"  # `forecast.record_of`
     entry = read(path)["metrics"].get(f"{name}/{metric}") if path.exists() else None
     return f", forecast: {entry['value']:.4g}" if entry else ""
 

@@ -127,7 +127,7 @@ def test_a_missing_package_is_named(monkeypatch) -> None:
 
 def test_a_row_has_the_forecast_of_its_card_beside_it(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rows, "FORECASTS", tmp_path)
-    write(tmp_path / "h100_forecast.json", gpt__ours__step=0.5, run__train__step=2.0)
+    write(tmp_path / "h100_forecast_2.json", gpt__ours__step=0.5, run__train__step=2.0)
     gpt, other = (write(tmp_path / f"{name}.json", ours__step=0.6) for name in ("h100_gpt", "h200_gpt"))
     assert "(required: 0, forecast: 0.5)  reached" in rows.row("gpt", gpt, "ours/step", 0)
     assert "(required: 0)  reached" in rows.row("gpt", other, "ours/step", 0)
@@ -191,7 +191,7 @@ def test_what_the_script_writes_is_compared(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 50 * 2**30)
     traced = trace._record(bench, "NVIDIA H200", events, {})
-    for name, written in (("gpt_1.2b", raced), ("trace_gpt_1.2b", traced)):
+    for name, written in (("gpt_1.2b_bf16_batch_512", raced), ("trace_gpt_1.2b", traced)):
         (tmp_path / f"h200_{name}.json").write_text(json.dumps(written), encoding="utf-8")
     lines = "train/loss,time/step_s,memory_gib\n9,60,100\n8,4,120\n7,2,110\n8,3,120\n"
     (tmp_path / "metrics.csv").write_text(lines, encoding="utf-8")
@@ -199,7 +199,7 @@ def test_what_the_script_writes_is_compared(tmp_path, monkeypatch) -> None:
     rows.keep(tmp_path, tmp_path / "h200_gpt_8.3b_20_steps.json")
     compared = {tuple(line.split()[:2]) for line in forecast.compare(record, tmp_path).splitlines()[1:]}
     assert compared == {
-        *(("gpt_1.2b", f"ours/{metric}") for metric in ("step", "share_of_given_peak", "memory_peak")),
+        *(("gpt_1.2b_bf16_batch_512", f"ours/{metric}") for metric in ("step", "share_of_given_peak", "memory_peak")),
         *(("trace_gpt_1.2b", metric) for metric in ("memory_peak", "launches", "host_syncs")),
         *(("gpt_8.3b_20_steps", f"train/{metric}") for metric in ("step", "memory_peak")),
     }

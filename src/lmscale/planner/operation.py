@@ -13,8 +13,9 @@ TILE = 128  # a device multiplies whole tiles: rows and columns of a product cou
 # pass; causal besides. A causal core counts half of the scores and reaches 0.905 of the rate.
 HALF_RATE_TOKENS = (70, 240)
 CAUSAL_HALF_RATE_TOKENS, CAUSAL_SHARE = 230, 0.905
-HEAD_SIZES = {64: 0.88, 128: 1.0, 256: 0.8}  # sizes that kernels are written for, with the share of the rate
-DROPOUT_SHARE = 0.8  # of the rate with attention dropout, assumed
+# Sizes that kernels are written for, with the share of the rate; of 96 and 192 assumed, between those beside them.
+HEAD_SIZES = {64: 0.88, 96: 0.94, 128: 1.0, 192: 0.9, 256: 0.8}
+DROPOUT_SHARE = 0.8  # of the rate with attention dropout; fitted, analysis/benchmarks/fit_roofline.py
 BACKWARD_FLOPS = 1.25  # with the scores that the backward pass recomputes
 
 
