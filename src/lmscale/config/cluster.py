@@ -61,8 +61,8 @@ class Roofline(Checked):
         attention_forward_tflops: of a fused attention core: head size 128, long sequences, not causal; published.
         attention_backward_tflops: of its backward pass.
         product_share: of `product_tflops` that large products reach in a training step; fitted.
-        memory_share: of `copy_gb_s` that element-wise kernels reach; fitted.
-        launch_us: microseconds between the end of a kernel and the start of the next; fitted.
+        memory_share: of `copy_gb_s` that element-wise kernels reach; observed or fitted.
+        launch_us: microseconds between the end of a kernel and the start of the next; observed or fitted.
     """
 
     product_tflops: AboveZero
