@@ -240,7 +240,7 @@ def test_a_search_names_the_limits_of_its_best_layout_and_what_is_faster() -> No
     assert refusal(*job, "num_devices=48").endswith(
         "a layout fits with num_devices=32, num_devices=64, global_batch_size=480, global_batch_size=528"
     ), "40 devices only have tensor groups that cross nodes"
-    assert on_32["notes"] == []
+    assert not any("excludes" in note or "cross nodes" in note for note in on_32["notes"])
 
 
 @pytest.mark.parametrize("given, near", [(500, "256;"), (200, "128 and 256;"), (3, "2 and 4;")])

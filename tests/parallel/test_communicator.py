@@ -16,8 +16,8 @@ from lmscale.parallel import (
     RowParallelLinear,
     SharedMemoryChannel,
     SingleRankCommunicator,
+    begin_gather_from_data_ranks,
     begin_sum_over_data_ranks,
-    gather_from_data_ranks,
     initialize_parameters,
     sum_over_data_ranks,
 )
@@ -121,7 +121,7 @@ def _on_a_rank(rank: int, dtype: torch.dtype) -> list[list[float]]:
     begin_sum_over_data_ranks(values[1], context).wait()
     begin_sum_over_data_ranks(values[2], dataclasses.replace(context, zero1=True)).wait()
     values[2][1 - context.dp_rank] = 0
-    gather_from_data_ranks(values[3], context)
+    begin_gather_from_data_ranks(values[3], context).wait()
     return [value.tolist() for value in values]
 
 

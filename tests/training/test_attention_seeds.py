@@ -51,6 +51,7 @@ def masks(dropout_seeds: str, dp_rank: int, tp_rank: int, seed: int = 1234, stag
     with (
         torch.random.fork_rng(),
         mock.patch(f"{STEP}.sum_over_data_ranks", lambda x, _: x),
+        mock.patch("lmscale.training.module.sum_over_data_ranks", lambda x, _: x),
         mock.patch(f"{STEP}.sum_over_stages", lambda x, _: x),
         mock.patch(f"{STEP}.run_pipeline", lambda batch, forward, *_: [forward(*x, None) for x in enumerate(batch)]),
     ):
@@ -120,6 +121,7 @@ def test_a_loss_is_divided_by_the_counts_of_all_data_ranks_or_by_its_own(monkeyp
     monkeypatch.setattr(f"{STEP}.sum_over_data_ranks", lambda x, context: x.mul_(context.dp_size))
     module = module_on(dp_rank=1)
     some, none = {"labels": torch.tensor([[7, 2, -100]])}, {"labels": torch.tensor([[-100, -100, -100]])}
+    some, none = map(module.loss_counts, (some, none))
     assert module._denominators([some, some, none]) == [8, 8, 8]
     assert module._denominators([none]) == [1]  # nothing scored in the whole step: the loss is 0, not nan
     module.loss_reduction = "mean_of_means"
