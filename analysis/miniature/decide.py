@@ -38,6 +38,11 @@ MEASURED = {  # of a GPT or a BERT: task, its metric, and what is shown of it
 }
 UNITS = {"loss": "nats/token", "wikitext103": "WikiText103 perplexity", "lambada": "nats/word", "flops": "FLOPs"}
 MODEL = ["arm", "width"]
+# Percent of the scored rows that one answer gets: the most frequent class, no answer in SQuAD 2.0, a guess in RACE.
+ONE_CLASS = {"mnli": 35.0, "qqp": 61.3, "qnli": 50.5, "sst2": 53.9, "squad_v2": 52.0, "race": 25.0, "rte": 50.4}
+ONE_CLASS |= {"mrpc": 68.6, **dict.fromkeys(("squad_v1", "cola", "stsb"), 0.0)}
+CORRELATIONS = ("cola", "stsb")
+FINETUNED = ["task", *MODEL, "model", "seed", "scored", "score"]
 
 
 def models(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
@@ -70,7 +75,11 @@ def models(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
 
 
 def finetunings(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
-    """One row per finetuning: task, arm (`random`: from random weights), width, model (its seed), seed, score (%)."""
+    """One row per finetuning.
+
+    Returns:
+        task, arm (`random`: from random weights), width, model (its seed), seed, scored (rows), score (%).
+    """
     rows = []
     for name, record in records.items():
         task, arm, *place = name.split("/")
@@ -78,8 +87,23 @@ def finetunings(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
             width, seed = map(int, place)
             model = seed if arm == "random" else int(record["config"]["ckpt"].rpartition("/")[2])
             score = record["metrics"][objective_of(record["config"]["task"])]["value"]
-            rows.append({"task": task, "arm": arm, "width": width, "model": model, "seed": seed, "score": score})
-    return pd.DataFrame(rows, columns=["task", *MODEL, "model", "seed", "score"])
+            scored = sum(part["examples"] for name, part in record["config"]["sets"].items() if name != "train")
+            rows.append(dict(zip(FINETUNED, (task, arm, width, model, seed, scored, score), strict=True)))
+    return pd.DataFrame(rows, columns=FINETUNED)
+
+
+def score_table(scores: pd.DataFrame) -> pd.DataFrame:
+    """The mean score (%) of each task and arm by width, beside what the scored rows give and hide.
+
+    Returns:
+        further columns: scored (rows), one class (%), and the standard error (points) of one score in these rows, at
+        most: of a share half, of a correlation one over the root of their number.
+    """
+    table = scores.pivot_table(index=["task", "arm"], columns="width", values="score")
+    tasks = table.index.get_level_values("task")
+    scored = tasks.map(scores.groupby("task")["scored"].first())
+    error = np.where(tasks.isin(CORRELATIONS), 100.0, 50.0) / np.sqrt(scored)
+    return table.assign(**{"scored": scored, "one class": tasks.map(ONE_CLASS), "standard error": error})
 
 
 def by_model(scores: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
@@ -196,8 +220,7 @@ def main() -> int:
         raise ValueError(f"`--records` must have a scored pretraining, but {options.records} has none yet")
     cells, scores = models(records), finetunings(records)
     print(cells.groupby(MODEL).mean().drop(columns="seed").to_string(float_format="{:.4g}".format))
-    table = scores.pivot_table(index=["task", "arm"], columns="width", values="score")
-    print(table.to_string(float_format="{:.1f}".format))
+    print(score_table(scores).to_string(float_format="{:.1f}".format))
     record = summarize(records, left)
     for number, test in enumerate(record["config"]["tests"], 1):
         print(f"test {number}: {outcome(test)}")

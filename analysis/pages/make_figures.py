@@ -4,8 +4,8 @@
     python analysis/pages/make_figures.py --only norm_order_curves --folder analysis/figures    # the README's
 
 Figures 1 and 5 with the paper's and the cost model's bars; the scaling study (`analysis/scaling_law/`); Figure 7 as a
-controlled experiment (`analysis/norm_order/`); Table 5, scaled down. To add a figure, add its name, caption and
-drawing to `figures`.
+controlled experiment (`analysis/norm_order/`); the miniature (`analysis/miniature/`); Table 5, scaled down. To add a
+figure, add its name, caption and drawing to `figures`.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from matplotlib.patches import Rectangle
 from analysis.coordinate_check.figure import draw_powers
 from analysis.finetuning.figure import draw_small_runs
 from analysis.finetuning.table import small_runs
+from analysis.miniature.figure import study_figures as miniature_figures
 from analysis.norm_order.cells import read_cells, read_curves
 from analysis.norm_order.figure import (
     draw_final_losses,
@@ -51,6 +52,7 @@ def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
     """Caption and drawing of every figure by name; that of the true widths once a record of them is there."""
     cluster = fitted_cluster(records["cost_model.json"])
     runs = tabulate({name: record for name, record in records.items() if name.startswith("scaling_law/")})
+    miniature = {name.partition("/")[2]: record for name, record in records.items() if name.startswith("miniature/")}
     first, factorial = records_below(records, "norm_order"), records["norm_order.json"]["config"]["factorial"]
     cells = read_cells(first)
     study, outcome = study_cells(records_below(records, "study")), records["norm_order_study.json"]
@@ -72,6 +74,7 @@ def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
             draw_figure_5(figure_5_rows(cluster)),
         ),
         **{f"scaling_law_{name}": each for name, each in study_figures(runs).items()},
+        **{f"miniature_{name}": each for name, each in miniature_figures(miniature).items()},
         "downstream": (
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),

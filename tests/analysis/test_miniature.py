@@ -213,7 +213,8 @@ def planted_record(name: str) -> dict:
         if kind != "ensemble":
             metrics = [METRICS.get(task, ("accuracy",))[0]]
             ckpt = f"outputs/{arm}/{width}/{1 if width == 320 else seed}"
-            config = {"task": {"name": task, "metrics": metrics}, "ckpt": ckpt}
+            sets = {"train": {"examples": 9}, "dev": {"examples": 400}}
+            config = {"task": {"name": task, "metrics": metrics}, "ckpt": ckpt, "sets": sets}
     return {"config": config, "metrics": {k: {"value": v, "unit": unit} for k, (v, unit) in values.items()}}
 
 
@@ -234,10 +235,14 @@ def test_a_whole_study_is_decided_and_has_every_counterpart_of_the_ledger(tmp_pa
     assert summary["metrics"]["cpu_time"]["value"] == pytest.approx(len(cells) / 100)
     assert "of 14 pretrainings" in summary["metrics"]["association"]["unit"]
     known = read_lines(path)
-    losses = figure.draw_losses(known, "a title")
-    assert [axis.get_title() for axis in losses.axes] == ["BERT", "GPT"]
-    scores = figure.primary_scores(decide.finetunings(known))
-    assert len(scores) == 7 + 7 + 9 and len(figure.draw_over_size(scores, {"QNLI": "QNLI, %"}, "a title").axes) == 1
+    scores = decide.score_table(decide.finetunings(known))
+    assert scores.loc[("qnli", "bert_pre"), [96, 320]].tolist() == pytest.approx([60, 68], abs=0.5)
+    assert scores.loc[("qnli", "random"), ["scored", "one class", "standard error"]].tolist() == [400, 50.5, 2.5]
+    assert scores.loc[("stsb", "bert_pre"), "standard error"] == 5
+    assert len(figure.primary_scores(decide.finetunings(known))) == 7 + 7 + 9
+    drawn = {name: [axis.get_title() for axis in each.axes] for name, (_, each) in figure.study_figures(known).items()}
+    panels = {"losses": 2, "zero_shot": 3, "bert": 2, "downstream": 3, "teacher": 1, "association": 1}
+    assert {name: len(titles) for name, titles in drawn.items()} == panels and drawn["losses"] == ["BERT", "GPT"]
 
 
 @pytest.mark.slow
