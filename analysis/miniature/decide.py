@@ -36,6 +36,15 @@ MEASURED = {  # of a GPT or a BERT: task, its metric, and what is shown of it
     "lambada_accuracy": ("lambada", "lambada_openai/accuracy_last_word", float),
     "blimp": ("blimp", "blimp/accuracy", float),
 }
+SHOWN = {
+    "loss": "loss, nats",
+    "wikitext103": "WikiText-103 perplexity",
+    "lambada": "LAMBADA, nats",
+    "blimp": "BLiMP, %",
+}
+SHOWN |= {what: f"{what}, %" for what in PRIMARY}
+ARMS = {"gpt_pre": "GPT", "gpt_distilled": "GPT, with a teacher", "gpt_long": "GPT, as many FLOPs as with a teacher"}
+ARMS |= {"bert_pre": "BERT, pre-norm", "bert_post": "BERT, post-norm", "random": "BERT, random weights"}
 UNITS = {"loss": "nats/token", "wikitext103": "WikiText103 perplexity", "lambada": "nats/word", "flops": "FLOPs"}
 MODEL = ["arm", "width"]
 # Percent of the scored rows that one answer gets: the most frequent class, no answer in SQuAD 2.0, a guess in RACE.
@@ -110,6 +119,26 @@ def by_model(scores: pd.DataFrame, tasks: Sequence[str]) -> pd.DataFrame:
     """The mean score in several tasks, one row per pretraining that was finetuned on all."""
     some = scores[scores["task"].isin(tasks)].pivot_table(index=[*MODEL, "model"], columns="task", values="score")
     return some.reindex(columns=tasks).dropna().mean(axis=1).rename("score").reset_index()
+
+
+def primary_scores(scores: pd.DataFrame) -> pd.DataFrame:
+    """The mean score (%) of each pretraining in each group of primary tasks, a column each."""
+    of_tasks = {what: by_model(scores, tasks).set_index([*MODEL, "model"])["score"] for what, tasks in PRIMARY.items()}
+    return pd.DataFrame(of_tasks).reset_index()
+
+
+def overview(records: Mapping[str, dict[str, Any]]) -> pd.DataFrame:
+    """A row per arm and width, of means over the pretrainings.
+
+    Returns:
+        model, hidden size, pretrainings, and what is measured of them with its unit; nan where nothing is.
+    """
+    cells, primary = models(records), primary_scores(finetunings(records))
+    groups = cells.groupby(MODEL)
+    rows = pd.concat([groups.mean()[["loss", *MEASURED]], primary.groupby(MODEL)[[*PRIMARY]].mean()], axis=1)
+    rows.insert(0, "pretrainings", groups.size().reindex(rows.index, fill_value=0))
+    rows = rows.drop(columns="lambada_accuracy").rename(columns=SHOWN, index=ARMS).loc[[*ARMS.values()]]
+    return rows.reset_index(names=["model", "hidden size"])
 
 
 def order(values: pd.Series, widths: pd.Series) -> dict[str, float]:

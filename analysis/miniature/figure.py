@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from analysis.report.style import BLUE, GREEN, GREY, ORANGE, house_style, page_figure
 
-from .decide import MODEL, PRIMARY, by_model, finetunings, models
+from .decide import MODEL, PRIMARY, finetunings, models, primary_scores
 
 COLORS = {"pre-norm": BLUE, "post-norm": ORANGE, "with a teacher": GREEN, "equal FLOPs": GREY, "random weights": GREY}
 ARMS = dict(zip(("pre", "post", "distilled", "long", "random"), COLORS, strict=True))  # by the end of their name
@@ -123,9 +123,3 @@ def named(rows: pd.DataFrame) -> pd.DataFrame:
 def move_legend(axis: Axes) -> None:
     """Put an axis' legend beside it."""
     sns.move_legend(axis, "center left", bbox_to_anchor=(1.02, 0.5), frameon=False, title=None)
-
-
-def primary_scores(scores: pd.DataFrame) -> pd.DataFrame:
-    """The mean score of each pretraining in each group of primary tasks, a column each."""
-    of_tasks = {what: by_model(scores, tasks).set_index([*MODEL, "model"])["score"] for what, tasks in PRIMARY.items()}
-    return pd.DataFrame(of_tasks).reset_index()

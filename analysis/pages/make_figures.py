@@ -37,7 +37,7 @@ from analysis.norm_order.figure import (
 )
 from analysis.norm_order.limits import study_cells
 from analysis.pages.results_page import findings
-from analysis.report.records import ANALYSIS, fitted_cluster, read_records, records_below
+from analysis.report.records import ANALYSIS, by_id, fitted_cluster, read_records, records_below
 from analysis.report.style import DPI
 from analysis.scaling.figures import draw_figure_1, draw_figure_5, draw_memory_wall, draw_parts
 from analysis.scaling.sizes import DEVICES, memory_table, parameter_table
@@ -52,7 +52,6 @@ def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
     """Caption and drawing of every figure by name; that of the true widths once a record of them is there."""
     cluster = fitted_cluster(records["cost_model.json"])
     runs = tabulate({name: record for name, record in records.items() if name.startswith("scaling_law/")})
-    miniature = {name.partition("/")[2]: record for name, record in records.items() if name.startswith("miniature/")}
     first, factorial = records_below(records, "norm_order"), records["norm_order.json"]["config"]["factorial"]
     cells = read_cells(first)
     study, outcome = study_cells(records_below(records, "study")), records["norm_order_study.json"]
@@ -74,7 +73,7 @@ def figures(records: dict[str, dict]) -> dict[str, tuple[str, Figure]]:
             draw_figure_5(figure_5_rows(cluster)),
         ),
         **{f"scaling_law_{name}": each for name, each in study_figures(runs).items()},
-        **{f"miniature_{name}": each for name, each in miniature_figures(miniature).items()},
+        **{f"miniature_{name}": each for name, each in miniature_figures(by_id(records, "miniature")).items()},
         "downstream": (
             "Table 5, scaled down. A small BERT from published and from random weights, one point per seed",
             draw_small_runs(small_runs(records)),

@@ -14,10 +14,11 @@ from omegaconf import OmegaConf
 
 from analysis.benchmarks.tables import cpu_speed, profile
 from analysis.finetuning.table import small_medians, table_5
+from analysis.miniature.decide import overview
 from analysis.pages.ledger import Context, heading, kinds, ledger, short_form, status
 from analysis.pages.record_list import link_to_record, record_list
 from analysis.pages.results_page import fill, metric_tables
-from analysis.report.records import ANALYSIS, fitted_cluster, read_records
+from analysis.report.records import ANALYSIS, by_id, fitted_cluster, read_records
 from analysis.scaling.sizes import communication_table, memory_table, parameter_table, peak_memory
 from analysis.scaling.tables import figure_tables, scaling_tables
 from analysis.zero_shot.table import table_3
@@ -44,6 +45,7 @@ def all_rows(records: dict[str, dict]) -> dict[str, pd.DataFrame]:
     rows["Table 3"] = table_3(records)
     rows["Table 5"] = table_5(records)
     rows["finetuning"] = small_medians(records)
+    rows["miniature"] = overview(by_id(records, "miniature"))
     rows |= {"Parameters": parameter_table(), "Memory": memory_table(), "Communication": communication_table()}
     rows["Records"] = record_list(records)
     return rows | {"Ledger": ledger(Context(records, rows, read_settings(), cluster))}

@@ -84,7 +84,13 @@ def add_line(path: Path, name: str, record: dict) -> None:
 
 def records_below(records: dict[str, dict], study: str) -> list[dict]:
     """The records of a study's file, sorted by ID."""
-    return [record for path, record in sorted(records.items()) if path.startswith(f"{study}/")]
+    return [record for _, record in sorted(by_id(records, study).items())]
+
+
+def by_id(records: dict[str, dict], study: str) -> dict[str, dict]:
+    """The records of a study's file by ID, in its order."""
+    place = f"{study}/"
+    return {name.removeprefix(place): record for name, record in records.items() if name.startswith(place)}
 
 
 def metrics_table(record: dict, *prefixes: str) -> pd.DataFrame:

@@ -239,7 +239,11 @@ def test_a_whole_study_is_decided_and_has_every_counterpart_of_the_ledger(tmp_pa
     assert scores.loc[("qnli", "bert_pre"), [96, 320]].tolist() == pytest.approx([60, 68], abs=0.5)
     assert scores.loc[("qnli", "random"), ["scored", "one class", "standard error"]].tolist() == [400, 50.5, 2.5]
     assert scores.loc[("stsb", "bert_pre"), "standard error"] == 5
-    assert len(figure.primary_scores(decide.finetunings(known))) == 7 + 7 + 9
+    rows = decide.overview(known).set_index(["model", "hidden size"])
+    assert len(rows) == 3 + 1 + 1 + 3 * 3 and rows.loc[("GPT", 96), "loss, nats"] == pytest.approx(5.0, abs=0.01)
+    assert rows.loc[("BERT, random weights", 320), ["pretrainings", "QNLI, %"]].tolist() == pytest.approx(
+        [0, 68], abs=0.5
+    )
     drawn = {name: [axis.get_title() for axis in each.axes] for name, (_, each) in figure.study_figures(known).items()}
     panels = {"losses": 2, "zero_shot": 3, "bert": 2, "downstream": 3, "teacher": 1, "association": 1}
     assert {name: len(titles) for name, titles in drawn.items()} == panels and drawn["losses"] == ["BERT", "GPT"]
