@@ -43,7 +43,7 @@ def plan(values: dict) -> None:
         ranking, notes = rank(question)
         answer = ranking_to_dict(ranking, question.top, notes)
         answers |= answer if question.best else {"ranking": answer}
-        text.append(format_ranking(question.name, ranking, question.top, notes if question.best else []))
+        text.append(format_ranking(question.name, ranking, question.top, notes))
     text.append(f"validation: {answers['validation']}")
     print(json.dumps(answers, indent=1) if question.json else "\n\n".join(text))
 

@@ -202,6 +202,19 @@ def test_on_a_cpu_no_message_of_the_data_ranks_is_hidden() -> None:
         assert time.slowest == pytest.approx(time.total + 0.5 * time.data_hidden)
 
 
+def test_messages_slow_the_micro_batches_of_other_stages_too_and_nothing_where_the_host_binds() -> None:
+    layout, cluster = Layout(tp_size=2, pp_size=4, dp_size=2), load_cluster(ROOT / "conf" / "cluster" / "h100.yaml")
+    config = paper_model("gpt_8.3b")
+    for n in (1, 8):
+        time = Plan(training(config, 4, layout, n=n, dtype="bf16"), layout, cluster).time
+        assert time.host == 0 < time.tensor_hidden
+        slowed = time.tensor_hidden * (1 + 3 / n) + time.data_hidden
+        assert time.slowest == pytest.approx(time.total + 0.5 * slowed)
+    layout, small = Layout(tp_size=4), paper_model("bert_336m")
+    time = Plan(training(small, 1, layout, dtype="bf16"), layout, cluster).time
+    assert 0 < time.tensor_hidden < time.host and time.slowest == time.total
+
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -50,13 +50,11 @@ def exposed_of_pieces(job: Workload, layout: Layout, stage: int, pass_s: float, 
     long, for a pass of the same length (`GradientBuffer`). Layers count as equally large and long.
 
     Args:
-        pass_s: seconds of that pass over one micro-batch.
+        pass_s: seconds of that pass over one micro-batch, without heads and loss, whose time hides nothing.
         message_s: seconds of one piece.
     """
-    buffer, num_layers = (
-        rank_buffer(job.config, layout, job.on_gpu, stage),
-        len(stage_placements(job.config, layout, stage)),
-    )
+    buffer = rank_buffer(job.config, layout, job.on_gpu, stage)
+    num_layers = len(stage_placements(job.config, layout, stage))
     parameters = rank_parameters(job.config, layout, stage)
     layers = sum(each.size for each in parameters if "embedding" not in each.part)
     end = 0.0

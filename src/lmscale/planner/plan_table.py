@@ -39,7 +39,7 @@ def plan_to_dict(plan: Plan, notes: list[str]) -> dict:
         "usable_bytes": plan.cluster.usable_bytes,
         "step_flops": {"model": plan.model_flops, "hardware": plan.hardware_flops},
         "collectives": [dataclasses.asdict(c) | {"total_bytes": c.total_bytes} for c in plan.collectives],
-        "step_time_s": dataclasses.asdict(time) | {"total": time.total},
+        "step_time_s": dataclasses.asdict(time) | {"total": time.total, "slowest": time.slowest},
         "messages_s": {"latency": time.latency, "transfer": time.messages - time.latency},
         "compute_to_communication": time.ratio,
         "mfu": plan.mfu,
@@ -64,6 +64,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
     of_tensor = f" of {(time.tensor + time.tensor_hidden) * 1e3:,.1f} ms"
     of_data = f" of {(time.data + time.data_hidden) * 1e3:,.1f} ms"
     of_host = f" of {(time.host + time.host_hidden) * 1e3:,.1f} ms"
+    slower = f", up to {time.slowest * 1e3:,.1f} ms if messages slow the kernels beside them"
     stages = [("messages between stages", time.pipeline, ""), ("idle, waiting for other stages", time.idle, "")]
     stages = stages if plan.layout.pp_size > 1 else []
     rows = (
@@ -75,7 +76,7 @@ def format_plan(name: str, plan: Plan, notes: list[str]) -> str:
         ("data-parallel messages, not hidden", time.data, of_data),
         ("optimizer", time.optimizer, ""),
         *([("waiting for the host", time.host, of_host)] if plan.job.on_gpu else []),
-        ("step", time.total, ""),
+        ("step", time.total, slower * (time.slowest > time.total)),
     )
     energy, (unit, days) = "unknown", _fitting(plan.days, _TIMES)
     if plan.energy_mwh is not None:

@@ -114,8 +114,7 @@ def rank_layouts(
         raise ValueError(f"`num_devices` must be one that a layout with {words} can use, but is {num_devices:,}")
     if too_large is None:
         raise ValueError(_impossible_number(job, cluster, num_devices, options, numbers))
-    fitting = _without_slower_stages(fitting) or fitting
-    return Ranking(tuple(sorted(fitting, key=lambda plan: plan.time.total)), tuple(too_large))
+    return Ranking(tuple(sorted(_without_slower_stages(fitting), key=_speed)), tuple(too_large))
 
 
 def _plan_all(
@@ -152,16 +151,28 @@ def _impossible_number(
     )
 
 
-def _without_slower_stages(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans without those of several stages that are surely slower: with fewer micro-batches than stages, or where the
-    same layout fits with less recomputation. Timing all would take minutes for 512 devices. May leave none."""
+def _without_slower_stages(plans: Iterable[Plan]) -> list[Plan]:
+    """Plans without those of several stages whose layout also fits with less recomputation, which is faster.
+
+    Args:
+        plans: those of a layout and a micro-batch in the order of the modes.
+    """
     seen, kept = set(), []
-    for plan in plans:  # those of a layout and a micro-batch in the order of the modes
-        same, stages = (plan.layout, plan.job.micro_batch_size), plan.layout.pp_size
-        if stages == 1 or (plan.job.num_micro_batches(plan.layout) >= stages and same not in seen):
+    for plan in plans:
+        same = plan.layout, plan.job.micro_batch_size
+        if plan.layout.pp_size == 1 or same not in seen:
             kept.append(plan)
         seen.add(same)
     return kept
+
+
+def _speed(plan: Plan) -> tuple[float, float]:
+    """Sorts by step time, and what is equally fast, because the host binds, by the time of the device."""
+    return _rounded(plan.time.total), plan.time.total - plan.time.host
+
+
+def _rounded(seconds: float) -> float:
+    return float(f"{seconds:.12g}")  # sums in another order are equal
 
 
 def _with_options(layout: Layout, cluster: Cluster, cuts_sequence: bool = True) -> list[Layout]:
@@ -198,7 +209,7 @@ def rank_on_machine(jobs: Sequence[Workload], cluster: Cluster, num_devices: int
             if divides(jobs[0], layout):
                 tried = [(job, layout) for job in jobs]
                 plans.append(Plan(*(first_that_fits(tried, device.usable_bytes) or tried[-1])[:2], device))
-    return sorted(plans, key=lambda plan: plan.time.total)
+    return sorted(plans, key=_speed)
 
 
 def _join_devices(cluster: Cluster, num_joined: int, num_devices: int) -> Cluster:
@@ -242,13 +253,13 @@ def describe_host(plan: Plan) -> list[str]:
 
 def describe_slower_kernels(ranking: Ranking) -> list[str]:
     """Describe which layout is the fastest if messages slow the kernels beside them; nothing if it is the first."""
-    best, other = ranking.fitting[0], min(ranking.fitting, key=lambda plan: plan.time.slowest)
-    if other is best:
+    best, other = ranking.fitting[0], min(ranking.fitting, key=lambda plan: _rounded(plan.time.slowest))
+    first, second = (f"{plan.time.total:,.3f} to {plan.time.slowest:,.3f} s" for plan in (best, other))
+    if first == second:
         return []
-    ranges = [f"{plan.time.total:,.3f} to {plan.time.slowest:,.3f} s" for plan in (best, other)]
     return [
-        f"the best layout takes {ranges[0]}, depending on how much messages slow the kernels beside them; "
-        f"if they do most, {other.overrides} is faster: {ranges[1]}"
+        f"the best layout takes {first}, depending on how much messages slow the kernels beside them; "
+        f"if they slow them most, {other.overrides} is faster: {second}"
     ]
 
 

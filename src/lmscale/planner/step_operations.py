@@ -20,6 +20,7 @@ from .workload import FP32_BYTES, HALF_BYTES, Workload
 OPTIMIZER_LAUNCHES = 38  # of the norm, the counters, the groups' rates and the update
 HOST_SYNCS = 0  # per step
 LAUNCHES_OF_A_LOSS_CHUNK = 44  # besides its three products
+OF_HEAD = ("token head", "sequence head", "logits", "loss", "sum of the chunks")  # begin the names of `_head`
 _NOT_OF_A_TEACHER = ("sequence head", "logits, gradient", "loss", "sum of the chunks")  # in a forward pass
 ELEMENTS_PER_LAUNCH = 320 * 65536  # of torch's multi-tensor kernels
 

@@ -13,7 +13,7 @@ from .memory import keeps_scores
 from .operation import Operation
 from .overlap import exposed_of_pieces, exposed_shares
 from .params import distinct_stages
-from .step_operations import step_operations
+from .step_operations import OF_HEAD, step_operations
 from .workload import Workload
 
 # Seconds that a hidden second of messages may cost the kernels beside it: GEMMs were seen to take up to twice as long
@@ -31,7 +31,8 @@ class StepRow:
         flops, read, written: of matrix products; bytes.
         seconds: launches included; of messages only what nothing hides.
         launch_s: seconds between the kernels.
-        hidden: seconds of messages behind computation, or of the host behind the device.
+        hidden: seconds of messages behind computation, also while other stages compute, or of the host behind the
+            device.
         latency: seconds of messages that do not depend on their size, hidden or not.
     """
 
@@ -79,6 +80,8 @@ class StepTime:
         host: waiting for the host, which launches the kernels; on a GPU.
         host_hidden: the rest of the host's time, behind the device's; no part of `total`.
         tensor_hidden, data_hidden: the rest of these messages, behind computation; no part of `total`.
+        idle_hidden: the tensor group's messages behind computation in the micro-batches of other stages that the rank
+            waits for; no part of `total`.
         latency: the part of all messages that does not depend on their size.
     """
 
@@ -94,6 +97,7 @@ class StepTime:
     host_hidden: float
     tensor_hidden: float
     data_hidden: float
+    idle_hidden: float
     latency: float
 
     @classmethod
@@ -121,7 +125,9 @@ class StepTime:
     @property
     def slowest(self) -> float:
         """`total` if messages slow the kernels beside them as much as was seen, see `KERNELS_BESIDE_MESSAGES`."""
-        return self.total + KERNELS_BESIDE_MESSAGES * (self.tensor_hidden + self.data_hidden)
+        beside = self.tensor_hidden + self.idle_hidden + self.data_hidden
+        device = self.total - self.host + KERNELS_BESIDE_MESSAGES * beside
+        return max(self.total, device)  # which is below the host's time where that binds
 
     @property
     def host_share(self) -> float:
@@ -170,9 +176,11 @@ def step_rows(job: Workload, layout: Layout, cluster: Cluster) -> list[StepRow]:
     slowest = max(stages, key=lambda stage: StepTime.of(stages[stage]).total)
     rows = stages[slowest]
     if layout.pp_size > 1:
-        micro_batches = sum(row.seconds for row in rows if row.phase in ("forward", "backward", "recomputation"))
-        idle = (layout.pp_size - 1) / job.num_micro_batches(layout) * micro_batches
-        rows = [*rows, StepRow("idle", "forward", "idle", 1, 0, 0, 0, 0, idle)]
+        in_micro_batches = [row for row in rows if row.phase in ("forward", "backward", "recomputation")]
+        waited_for = (layout.pp_size - 1) / job.num_micro_batches(layout)
+        idle = waited_for * sum(row.seconds for row in in_micro_batches)
+        hidden = waited_for * sum(row.hidden for row in in_micro_batches if row.part == "tensor")
+        rows = [*rows, StepRow("idle", "forward", "idle", 1, 0, 0, 0, 0, idle, hidden=hidden)]
     if not job.on_gpu:
         return rows
     host, device = host_s(job, layout, slowest), sum(row.seconds for row in rows)
@@ -190,7 +198,8 @@ def _stage_rows(job: Workload, layout: Layout, stage: int, cluster: Cluster) -> 
     if job.on_gpu and layout.dp_size > 1:  # elsewhere messages take the cores of what should hide them
         for what, phases in (("gradients", ("backward", "recomputation")), ("weights", ("forward",))):
             if what in each:
-                seconds = sum(row.seconds for row in rows if row.phase in phases) / job.num_micro_batches(layout)
+                of_pass = [row for row in rows if row.phase in phases and not row.name.startswith(OF_HEAD)]
+                seconds = sum(row.seconds for row in of_pass) / job.num_micro_batches(layout)
                 shares[what] = exposed_of_pieces(job, layout, stage, seconds, each[what])
     return [*rows, *message_rows((m for m in messages if m.group == "data"), layout, cluster, shares)]
 
