@@ -53,7 +53,7 @@ GOALS = {
     "bert_3.9b": (1, 24, "bf16", 0.66),
     "bert_336m": (1, 128, "bf16", 0.54),
     "gpt_8.3b": (8, 8, "bf16", 0.44),
-    FLOAT8: (1, 16, "fp8", 0.71),
+    FLOAT8: (1, 8, "fp8", 0.68),
 }
 RECIPE = "at the recipe's batch"
 HOST_SHARE = 0.4  # of the device's time that the host may take
@@ -234,7 +234,7 @@ def goal_plan(name: str, cluster: Cluster, of_recipe: bool = False, **options: b
 
 def goals() -> dict[str, dict[str, float]]:
     """The share of the peak of each goal's model as it is, with `OPTIONS` where there are several tensor ranks, and
-    with another attention kernel: each change is added to those before it, but `RECIPE` only to `OPTIONS`."""
+    with another attention kernel: each change is added to those before it; the last of a step of the recipe's batch."""
     found: dict[str, dict[str, float]] = {}
     for name, (*_, goal) in GOALS.items():
         found[name] = {"goal": goal, "as it is": share_of(goal_plan(name, cluster_of("h200")))}
@@ -244,7 +244,7 @@ def goals() -> dict[str, dict[str, float]]:
             found[name][f"with {option}"] = share_of(goal_plan(name, cluster_of("h200"), **options))
         found[name][RECIPE] = share_of(goal_plan(name, cluster_of("h200"), of_recipe=True, **options))
         cudnn = cluster_of("h200", **CUDNN_TFLOPS)
-        found[name]["attention core of cuDNN"] = share_of(goal_plan(name, cudnn, **options))
+        found[name]["attention core of cuDNN"] = share_of(goal_plan(name, cudnn, of_recipe=True, **options))
     return found
 
 

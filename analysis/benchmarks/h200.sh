@@ -46,14 +46,19 @@ part_a1() { trace_of gpt_1.2b "$(sequences 32 16)"; trace_of bert_336m 128; }
 part_a2() { trace_of gpt_2.5b 8 fp8; attention; }
 part_a3() { products bf16 480 gpt_1.2b:32:bf16 bert_336m:128:bf16; }
 part_a4() { products fp8 515 gpt_2.5b:8:fp8; }
-part_a5() { share gpt_1.2b bf16 "$(sequences 32 16)" 512 0.60 260; share bert_336m bf16 128 1024 0.50 240; }
-part_a6() { share gpt_2.5b fp8 8 512 0 255; share gpt_2.5b bf16 8 512 0 255; }
+part_a5() { share gpt_1.2b bf16 "$(sequences 32 16)" 512 0.65 260; share bert_336m bf16 128 1024 0.54 240; }
+part_a6() {
+  share gpt_2.5b fp8 8 512 0.68 255
+  share gpt_2.5b bf16 8 512 0 255
+  [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/benchmarks/h200_rows.py ratio "gpt_2.5b, share in float8 over share in bf16" \
+    "$RESULTS/${CARD}"_gpt_2.5b_{fp8,bf16}_batch_512.json ours/share_of_given_peak 1.2 || FAILED=1
+}
 part_a7() { loss_run fp8 1234; loss_run bf16 1234; }
 part_a8() {
   loss_run bf16 1235
   loss_run bf16 1236
   [ -n "${DRY_RUN:-}" ] || "$PYTHON" analysis/benchmarks/h200_rows.py seeds "$RESULTS/${CARD}_2.5b_fp8_seed_1234.json" \
-    "$RESULTS/${CARD}"_2.5b_bf16_seed_123{4,5,6}.json
+    "$RESULTS/${CARD}"_2.5b_bf16_seed_123{4,5,6}.json || FAILED=1
 }
 part_a9() { jobs_of_a_checkpoint; }
 
@@ -75,7 +80,7 @@ part_c3() { true_width bert_752m pre ${REHEARSE:+model.num_layers=3}; }
 part_c4() { true_width bert_752m post ${REHEARSE:+model.num_layers=3}; }
 
 part_d1() { machine; gpu_tests gpu_tests 420; }
-part_d2() { share bert_3.9b bf16 16 1024 0.60 480 $(sequences '' model.recompute=full); }
+part_d2() { share bert_3.9b bf16 16 1024 0.66 480 $(sequences '' model.recompute=full); }
 part_d3() { share gpt_355m bf16 32 512 0.52 240; share gpt_355m bf16 32 512 0.52 240 cuda_graphs=true; }
 part_d4() { against hf_compiled 1.2; }
 part_d5() {
@@ -117,6 +122,6 @@ for part in "${CHOSEN[@]}"; do
   "part_$part"
   [ -n "${DRY_RUN:-}" ] || echo "== $part: $((SECONDS - started)) s, $SECONDS s since the start"
 done
-[ -n "${DRY_RUN:-}$REHEARSE" ] || [ ! -f "analysis/benchmarks/records/${CARD}_forecast.json" ] || \
+[ -n "${DRY_RUN:-}$REHEARSE" ] || [ ! -f "analysis/benchmarks/records/${CARD}_forecast_2.json" ] || \
   "$PYTHON" analysis/benchmarks/forecast.py compare --card "$CARD" --results "$RESULTS"
 exit "$FAILED"

@@ -53,6 +53,12 @@ def row(title: str, record: Path, metric: str, least: float) -> str:
     return f"{title:<55} {entry['value']:.4g} {entry['unit']} {beside}  {verdict}"
 
 
+def ratio(title: str, record: Path, other: Path, metric: str, least: float) -> str:
+    """One line: a metric of a record over that of another, what is required, and whether it is reached."""
+    value = read_finite(record, metric) / read_finite(other, metric)
+    return f"{title:<55} {value:.4g} (required: {least:g})  {'reached' if value >= least else 'NOT REACHED'}"
+
+
 def forecast_of(record: Path, metric: str) -> str:
     """What was forecast for a metric of a record, for its row; empty if nothing was."""
     card, _, name = record.stem.partition("_")
@@ -262,6 +268,7 @@ def main() -> None:
     file, files = {"type": path_argument}, {"type": path_argument, "nargs": "+"}
     commands = {
         row: {"title": {}, "record": file, "metric": {}, "least": {"type": float}},
+        ratio: {"title": {}, "record": file, "other": file, "metric": {}, "least": {"type": float}},
         keep: {"folder": file, "path": file},
         seeds: {"fp8": file, "bf16": files},
         tests: {"junit": file, "path": file, "--may-skip": {"action": "store_true"}},

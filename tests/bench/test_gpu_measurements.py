@@ -278,7 +278,8 @@ def test_clocks_are_sampled_while_work_runs_and_summed_up_between_two_times(monk
         __spec__=object(),
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID={"GPU-1a": 0}.get,
+        NVMLError=OSError,
         nvmlDeviceGetClockInfo=lambda _, kind: {1: 1830, 2: 3201}[kind],
         nvmlDeviceGetPowerUsage=lambda _: 698_500,
         nvmlDeviceGetTemperature=lambda *_: 61,
@@ -286,6 +287,7 @@ def test_clocks_are_sampled_while_work_runs_and_summed_up_between_two_times(monk
     )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gpu_device, "PERIOD_S", 0.001)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1a"))
     with gpu_device.sampled_clocks(torch.device("cuda")) as samples:
         while len(samples) < 3:
             time.sleep(0.001)
@@ -300,3 +302,14 @@ def test_clocks_are_sampled_while_work_runs_and_summed_up_between_two_times(monk
     with gpu_device.sampled_clocks(CPU) as samples:
         pass
     assert samples == [] and gpu_device.clock_metrics(samples) == {}
+
+
+def test_a_measurement_goes_on_where_the_clocks_cannot_be_read(monkeypatch, capsys) -> None:
+    def refuse() -> None:
+        raise OSError("NVML Shared Library Not Found")
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(__spec__=object(), nvmlInit=refuse, NVMLError=OSError))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1a"))
+    with gpu_device.sampled_clocks(torch.device("cuda")) as samples:
+        pass
+    assert samples == [] and "NVML Shared Library Not Found" in capsys.readouterr().out

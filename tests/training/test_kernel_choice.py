@@ -22,7 +22,7 @@ from torch.nn.attention import (
 from lmscale.checkpoint import Checkpoint, list_checkpoints
 from lmscale.config import Layout
 from lmscale.kernels import PLAIN, Kernels
-from lmscale.models.attention_backend import choose_fastest, fastest_backend, preferred_backend
+from lmscale.models.attention_backend import choose_fastest, fastest_backend, leave_cudnn_out, preferred_backend
 from lmscale.planner.flops import model_flops_per_step
 from lmscale.runtime.ranks import Ranks
 from lmscale.runtime.world import World
@@ -271,6 +271,7 @@ def test_the_preferred_backend_is_first_and_the_rest_stays_available() -> None:
         assert set(order[1:]) == {SDPBackend.FLASH_ATTENTION, SDPBackend.MATH}  # without cuDNN's
         assert torch.compiler.config.cache_key_tag == "efficient"
     with preferred_backend("cudnn"):
+        leave_cudnn_out()  # as `build_model` does, which `train` calls within
         assert _cur_sdpa_kernel_backends() == [SDPBackend.CUDNN_ATTENTION]  # no other in its place
         assert torch.compiler.config.cache_key_tag == "cudnn"
     with preferred_backend("sdpa"):

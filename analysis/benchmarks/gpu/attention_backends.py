@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from analysis.benchmarks.gpu.device import median_time_s, require_device
 from lmscale.cli.errors import one_line_errors
+from lmscale.config.model import WITHOUT_DROPOUT
 from lmscale.models.attention_backend import ALL_BACKENDS, only_backend
 from lmscale.results import new_record, record_argument, report
 
@@ -137,7 +138,10 @@ def measure(options: argparse.Namespace) -> dict:
         wrong = set()
         for dropout in (0.0, options.dropout):
             case = f"{shape.name}/dropout_{dropout:g}"
-            times, reasons = time_backends(shape, options.backends, dropout, device, options.rounds, options.repeats)
+            without = [backend for backend in options.backends if dropout and backend in WITHOUT_DROPOUT]
+            tried = [backend for backend in options.backends if backend not in without]
+            times, reasons = time_backends(shape, tried, dropout, device, options.rounds, options.repeats)
+            reasons |= dict.fromkeys(without, "its dropout is wrong or missing")
             if dropout == 0.0:
                 for backend in times:
                     errors = dict(zip(("error", "gradient"), relative_errors(shape, backend, device), strict=True))

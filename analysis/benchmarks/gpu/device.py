@@ -70,23 +70,31 @@ def median_time_s(function: Callable[[], object], device: torch.device, repeats:
 
 @contextmanager
 def sampled_clocks(device: torch.device) -> Iterator[list[Sample]]:
-    """Within it the list grows by one sample of the first GPU every 100 ms; without nvidia-ml-py it stays empty."""
+    """Within it the list grows by one sample of the device every 100 ms; where that is impossible it stays as it is."""
     samples: list[Sample] = []
     if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
         yield samples
         return
     import pynvml
 
-    pynvml.nvmlInit()
-    handle, ended = pynvml.nvmlDeviceGetHandleByIndex(0), threading.Event()
+    ended, uuid = threading.Event(), torch.cuda.get_device_properties(device).uuid
 
-    def sample() -> None:
+    def sample_all() -> None:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         while not ended.wait(PERIOD_S):
             sm, memory = (pynvml.nvmlDeviceGetClockInfo(handle, kind) for kind in CLOCKS)
             power = pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3  # it measures milliwatts
             celsius = pynvml.nvmlDeviceGetTemperature(handle, 0)  # of the chip
             reasons = pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
             samples.append(Sample(time.perf_counter(), sm, memory, power, celsius, reasons))
+        pynvml.nvmlShutdown()
+
+    def sample() -> None:
+        try:
+            sample_all()
+        except pynvml.NVMLError as error:  # no library in the container, or a GPU that does not tell
+            print(f"note: the clocks are not measured: {error}", flush=True)
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -95,7 +103,6 @@ def sampled_clocks(device: torch.device) -> Iterator[list[Sample]]:
     finally:
         ended.set()
         thread.join()
-        pynvml.nvmlShutdown()
 
 
 def clock_metrics(samples: list[Sample], start: float = -math.inf, end: float = math.inf) -> dict[str, dict]:

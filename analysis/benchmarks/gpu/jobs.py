@@ -2,8 +2,9 @@
 
     python analysis/benchmarks/gpu/jobs.py --folder outputs/jobs --record FILE
 
-A tiny GPT and a tiny BERT train on the device with `checkpoint.async=true`. From their checkpoints each job runs on the
-device and on the CPU, in fp64 and without dropout. Exit code 1: the results of a job differ; 2: a job failed.
+A tiny GPT and a tiny BERT train on the device, with checkpoints saved in the background and again without. From the
+former each job runs on the device and on the CPU, in fp64 and without dropout. Exit code 1: the results of a job or the
+weights of two checkpoints differ; 2: a job failed.
 """
 
 import argparse
@@ -15,6 +16,8 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # for `analysis`, which is not installed
+
+from safetensors.torch import load_file
 
 from analysis.benchmarks.gpu.device import require_device
 from analysis.running import ROOT, run_python
@@ -28,8 +31,8 @@ TABLE = "finetune/example_qqp.tsv"
 TRAIN = [
     *(f"model.max_position_embeddings={LENGTH}", f"data.seq_length={LENGTH}", f"trainer.max_steps={NUM_STEPS}"),
     *("trainer.num_validation_samples=8", "trainer.progress_bar=false", "schedule.warmup_steps=2"),
-    *("checkpoint.async=true", "checkpoint.save_every_steps=5", "checkpoint.keep_last=null"),
-    "logger.tensorboard=false",
+    *("checkpoint.save_every_steps=5", "checkpoint.keep_last=null"),
+    *("logger.tensorboard=false", EXACT),
 ]
 FINETUNE = ["task=qqp", f"task.train={TABLE}", f"task.validation.dev={TABLE}", f"task.max_seq_length={LENGTH}"]
 FINETUNE += ["trainer.num_epochs=2", "hidden_dropout=0", "attention_dropout=0"]
@@ -53,6 +56,12 @@ def run_jobs(folder: Path, device: str) -> dict[str, list[float]]:
     return {"finetune": losses, "zero_shot": [metrics["wikitext103/loss"]["value"]], "generate": tokens}
 
 
+def norms_of_saves(run: Path) -> list[float]:
+    """The norm of every tensor in the checkpoints of a run, in one order."""
+    files = sorted((run / "checkpoints").glob("step_*.ckpt/*.safetensors"))
+    return [tensor.double().norm().item() for file in files for _, tensor in sorted(load_file(file).items())]
+
+
 def largest_gap(found: list[float], expected: list[float]) -> float:
     """Largest relative gap of two lists; infinite if one is empty or longer."""
     if not found or len(found) != len(expected):
@@ -72,14 +81,21 @@ def main() -> int:
     _, name = require_device(device)
     shutil.rmtree(folder, ignore_errors=True)
     for family in ("gpt", "bert"):
-        where = [f"trainer.accelerator={device}", f"hydra.run.dir={folder / family}"]
-        run_python("src/train.py", f"model={family}_tiny", *TRAIN, *where, cwd=ROOT)
+        for run, background in ((family, "true"), (f"{family}_foreground", "false")):
+            where = [f"trainer.accelerator={device}", f"hydra.run.dir={folder / run}", f"checkpoint.async={background}"]
+            run_python("src/train.py", f"model={family}_tiny", *TRAIN, *where, cwd=ROOT)
     found = run_jobs(folder, device)
     shutil.move(folder / device, folder / "device")  # a rehearsal's device is a CPU too
     expected = run_jobs(folder, "cpu")
     saved = [len(list((folder / family / "checkpoints").glob("step_*.ckpt"))) for family in ("gpt", "bert")]
+    for family in ("gpt", "bert"):
+        found[f"save_{family}"] = norms_of_saves(folder / family)
+        expected[f"save_{family}"] = norms_of_saves(folder / f"{family}_foreground")
     gaps = {job: largest_gap(found[job], expected[job]) for job in found}
-    metrics = {f"{job}/gap": {"value": gap, "unit": "relative to a CPU"} for job, gap in gaps.items()}
+    units = {
+        job: "relative to a save in the foreground" if job.startswith("save") else "relative to a CPU" for job in gaps
+    }
+    metrics = {f"{job}/gap": {"value": gap, "unit": units[job]} for job, gap in gaps.items()}
     metrics["background_saves"] = {"value": min(saved), "unit": "checkpoints"}
     record = new_record("gpu_jobs", "run", {"bound": BOUND}, None, metrics, device=name)
     bad = [job for job, gap in gaps.items() if not gap <= BOUND]

@@ -129,7 +129,7 @@ class ModelConfig(Checked):
         check(Literal[*_placements()], self.norm_order, "norm_order")
         check(Literal[*_parametrizations()], self.parametrization, "parametrization")
         if self.attention in WITHOUT_DROPOUT:
-            rule = f"0 with attention={self.attention}, whose kernel is used without"
+            rule = f"0 with attention={self.attention}, because its kernel is used without dropout"
             require(self, "attention_dropout", rule, self.attention_dropout == 0)
             rule = f"sdpa, flash, efficient, exact or auto with family={self.family}, which has masks"
             require(self, "attention", rule, self.traits.is_causal)

@@ -48,7 +48,7 @@ def preferred_backend(attention: str) -> Iterator[None]:
 
     cuDNN's is not tried by itself. It rounds the probability of dropout to sixteenths on torch 2.11, and later versions
     refuse others (pytorch#174245). Its backward pass with a mask can give nan (pytorch#196678, torch 2.11 to 2.13).
-    `build_model` also takes it out of torch's own choice, where it is first on new GPUs.
+    `leave_cudnn_out` also takes it out of torch's own choice, where it is first on new GPUs.
 
     Args:
         attention: a name in `ALL_BACKENDS`; any other leaves torch's own order.
@@ -64,6 +64,12 @@ def preferred_backend(attention: str) -> Iterator[None]:
     # The compiler's cache on disk does not know the order: without the tag it would return another backend's layer.
     with chosen, torch.compiler.config.patch(cache_key_tag=attention):
         yield
+
+
+def leave_cudnn_out() -> None:
+    """Take cuDNN's attention out of torch's choice for this process, but not where `preferred_backend` chose it."""
+    if torch.backends.cuda.flash_sdp_enabled():
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def fastest_backend(

@@ -9,6 +9,7 @@ from ..config import TransformerConfig
 from ..config.family import load
 from ..kernels import PLAIN, Kernels, layer_norm_of
 from ..parallel import ColumnParallelLinear, LayerNorm, ParallelContext, RowParallelLinear, initialize_parameters
+from .attention_backend import leave_cudnn_out
 
 
 def build_model(
@@ -23,7 +24,7 @@ def build_model(
     """Build this rank's shard of a model directly on its device and in its dtype; no rank holds the whole model.
 
     While it builds, it changes torch's default dtype, which is global to the process: one thread at a time. On a GPU it
-    takes cuDNN's attention out of torch's choice for this process.
+    takes cuDNN's attention out of torch's choice for this process, unless the model is built to use it.
 
     Args:
         seed: of the initial weights, the same logical tensors at every layout; None leaves them uninitialized (the
@@ -37,7 +38,7 @@ def build_model(
         ValueError: `context.tp_size` does not divide the model.
     """
     if torch.device(device).type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # see `attention_backend.preferred_backend`
+        leave_cudnn_out()
     kind = load(config.traits.model)
     with torch.device(device), ExitStack() as stack:
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
