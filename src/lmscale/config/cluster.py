@@ -40,7 +40,7 @@ class Calibration(Checked):
         tensor_bandwidth_gb_s: of an all-reduce between the devices of a node, bytes each way, 10^9 per second.
         data_bandwidth_gb_s: of the gradients' all-reduce between nodes.
         sources: of the figures.
-        expected_error: measured over modelled step times of runs that were not fitted; every plan prints it.
+        expected_error: measured over modelled step times of runs outside the fit; every plan prints it.
     """
 
     evidence: Literal["fitted", "measured", "modelled"]
