@@ -298,11 +298,12 @@ def test_the_replica_check_names_the_differing_tensor_and_stops_saving(
     # Of two tensor groups the one of ranks 2 and 3 sees nothing, but has to stop.
     dp_size = 2 if "." in what else 1
     sizes = {"parallel__tp_size": tp_size, "parallel__dp_size": dp_size, "precision__dtype": dtype}
-    run = run_of(tmp_path, trainer__check_replicas_every_steps=2, **sizes)
+    run = run_of(tmp_path, trainer__check_replicas_every_steps=2, logger__log_every_steps=10, **sizes)
     run_jobs([run], tp_size * dp_size, REPLICAS_DIFFER, partial(drift, what=what))
     stderr = capfd.readouterr().err
     assert f"error: after step 2 {named} differs within the {'tensor' if tp_size == 2 else 'data'} group" in stderr
     assert [p.name for p in list_checkpoints(tmp_path / "checkpoints")] == ["step_1.ckpt"]
+    assert [row["step"] for row in read_rows(tmp_path) if "train/loss" in row] == [2]  # which ends the run
 
 
 def test_background_saves_hold_the_state_at_their_start(tmp_path) -> None:

@@ -44,6 +44,7 @@ from lmscale.training.run import Run
 from lmscale.training.step import gradient_buffer
 from lmscale.training.step.gradient_buffer import GradientBuffer
 from lmscale.training.step.optimizer import MixedPrecisionAdamW
+from lmscale.training.step.stock_trainer import reads_no_weights
 from lmscale.training.strategy import TensorParallelStrategy
 
 PIECE = 1000  # elements; the small models have 20,000 and more
@@ -283,11 +284,13 @@ def _fit(rank: int, folder: Path) -> dict[str, tuple[bool, list[Tensor]]]:
             enable_model_summary=False,
             val_check_interval=3,
             check_val_every_n_epoch=None,
+            use_distributed_sampler=False,
         )
         with how(kind):
             if case == "failing":
                 with pytest.raises(ValueError, match="the third batch"):
                     trainer.fit(module, DataLoader(Failing(), batch_size=4))
+                assert trainer.global_step == 2
             else:
                 trainer.fit(module, data)
         weights = [param.detach().clone() for param in module.parameters()]
@@ -304,6 +307,44 @@ def test_users_code_under_a_stock_trainer_reads_complete_weights(tmp_path) -> No
             (_, expected), (overlaps, weights) = (found[case, kind] for kind in ("at once", "late"))
             assert overlaps == (case in ("own", "failing")), case
             assert len(weights) == len(expected) > 20 and all(map(torch.equal, weights, expected)), case
+
+
+class OfTheUser:
+    """Stands for any object of a class that is not the project's."""
+
+
+def test_each_update_waits_where_the_trainer_has_code_of_the_users() -> None:
+    module = GPTModule(small_config("gpt"), micro_batch_size=2)
+    parts = {"lightning_module": module, "datamodule": None, "strategy": None, "profiler": None}
+    parts |= {"callbacks": [], "loggers": []}
+    assert reads_no_weights(SimpleNamespace(**parts))
+    for place in ("datamodule", "strategy", "profiler", "callbacks", "loggers"):
+        own = [OfTheUser()] if place.endswith("s") else OfTheUser()
+        assert not reads_no_weights(SimpleNamespace(**parts | {place: own})), place
+    hook = module.register_forward_pre_hook(lambda *_: None)
+    assert not reads_no_weights(SimpleNamespace(**parts))
+    hook.remove()
+    assert reads_no_weights(SimpleNamespace(**parts))
+    module.on_train_batch_end = lambda *_: None
+    assert not reads_no_weights(SimpleNamespace(**parts))
+
+
+def test_after_an_exception_the_end_of_a_fit_does_not_wait_for_a_lost_rank(monkeypatch) -> None:
+    """Lightning restores its handlers and its state after `teardown`."""
+    strategy, ended = TensorParallelStrategy(zero1=True), []
+    optimizer = MixedPrecisionAdamW.__new__(MixedPrecisionAdamW)
+    optimizer.buffer = mock.Mock(**{"wait_for_weights.side_effect": RuntimeError("connection closed by peer")})
+    strategy._optimizers = [optimizer]
+    environment = SimpleNamespace(teardown=lambda: ended.append("environment"))
+    monkeypatch.setattr(TensorParallelStrategy, "cluster_environment", environment, raising=False)
+    strategy._accelerator = SimpleNamespace(teardown=lambda: ended.append("accelerator"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        strategy.teardown()
+    monkeypatch.setattr(TensorParallelStrategy, "world_size", 1)
+    strategy.on_exception(ValueError("the third batch cannot be read"))
+    strategy.teardown()
+    assert ended == ["environment", "accelerator"]
 
 
 DYING = {"parallel__dp_size": 2, "parallel__zero1": True, "precision__dtype": "fp32", "resume__path": "auto"}

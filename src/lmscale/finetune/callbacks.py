@@ -42,6 +42,7 @@ class StepReport(L.Callback):
         self.watchdog, self.ending = session.watchdog, session.ending
         self.counters: Counters | None = None
         self.wall_s = self.cpu_s = 0.0
+        self._loss: Tensor | None = None  # of the step, if it has a row
 
     def _end_interval(self, sign: int = 1) -> None:
         """Add what the clocks show at the end of an interval; with `sign` -1 subtract what they show at its start."""
@@ -71,11 +72,17 @@ class StepReport(L.Callback):
         """Start measuring the time of the step."""
         self._step_started = time.perf_counter()
 
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Sum the loss of a step with a row; after the update, the sum would wait for the weights of ZeRO-1."""
+        step, self._loss = pl_module.completed_steps + 1, None
+        if step % self.options.log_every_steps == 0 or step == trainer.max_steps:
+            self._loss = sum_over_data_ranks(pl_module.step_terms, pl_module.parallel)
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Write the row of the step, if it has one; stop a training without finite gradients."""
         step, counters = pl_module.completed_steps, pl_module.optimizer.counters
-        if step % self.options.log_every_steps == 0 or step == trainer.max_steps:
-            loss = sum_over_data_ranks(pl_module.step_terms, pl_module.parallel).item()
+        if self._loss is not None:
+            loss = self._loss.item()
             self.counters = counters.read()
             row = {
                 "train/loss": loss,

@@ -131,7 +131,8 @@ class Transformer(nn.Module):
         return gather_sequence(x, self.context)
 
     def before_layer(self, layer: nn.Module | None) -> None:
-        """Called before the weights of a layer are read, and of all before it in the model's order; None: of any.
+        """Called before the forward pass reads the weights of a layer, and of all before it in the model's order; None:
+        before it reads any other weight.
 
         It does nothing unless `MixedPrecisionAdamW.gather_behind` has replaced it. A hook of the layer would be part of
         its compiled graph.

@@ -99,7 +99,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         self.layout = replace(layout, **options)
         self.shared_memory = shared_memory
         self.parallel = ParallelContext()
-        self._is_alone = False
+        self._is_alone = self._has_failed = False
         # Of a start and of a save: what does not come is named before a watchdog ends the run.
         self.named_timeout = timedelta(minutes=0.9 * timeout_minutes)
 
@@ -212,6 +212,7 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
         """Abandon collectives before Lightning frees the GPU's memory, which would wait for those of a rank that is
         gone."""
         super().on_exception(exception)
+        self._has_failed = True
         # Nearly always every rank raises these.
         if self.world_size > 1 and not isinstance(exception, AgreedError | CheckpointError):
             abort_nccl()
@@ -219,9 +220,12 @@ class TensorParallelStrategy(ShardedCheckpointStrategy):
     def teardown(self) -> None:
         """Wait for weights that are on their way, and leave weights and optimizer on the device, unlike DDPStrategy: a
         shard with its moments may not fit into the host's memory."""
-        for optimizer in self.optimizers if dist.is_initialized() else ():  # `on_exception` may have ended NCCL
-            if isinstance(optimizer, MixedPrecisionAdamW):
-                optimizer.buffer.wait_for_weights()
+        # After an exception the rank that would send them may be gone, and `on_exception` may have ended NCCL.
+        with contextlib.suppress(*[RuntimeError] * self._has_failed):
+            for optimizer in self.optimizers if dist.is_initialized() else ():
+                if isinstance(optimizer, MixedPrecisionAdamW):
+                    optimizer.buffer.wait_for_weights()
+        self._has_failed = False
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         if self._is_alone:  # the next Trainer of this process may use another layout

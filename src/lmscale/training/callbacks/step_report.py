@@ -102,6 +102,8 @@ class StepReport(L.Callback):
         self.timer.enter(None)
         step, optimizer = pl_module.completed_steps, pl_module.optimizer
         self._steps_since_row += 1
+        if self._losses is None and self._reports(trainer, step):  # a callback before this one has ended the run
+            self._losses = sum_over_data_ranks(pl_module.step_terms, pl_module.parallel)
         losses = None if self._losses is None else self._losses.tolist()
         self.timer.add("step", time.perf_counter() - self._step_start)
         if losses is not None:

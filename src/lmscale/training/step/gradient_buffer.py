@@ -182,6 +182,9 @@ class GradientBuffer:
         """With ZeRO-1, begin to `gather` the weights, in the order in which the forward pass uses them.
 
         Whatever reads weights next must call `wait_for_weights`.
+
+        Communicates:
+            as `gather`.
         """
         pieces = self.weights.view(self._grid).unbind()
         self._gathers = [begin_gather_from_data_ranks(piece.view(-1), self.context) for piece in reversed(pieces)]

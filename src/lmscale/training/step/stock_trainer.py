@@ -26,16 +26,20 @@ _LOAD_OPTIONS = {"map_location": None, "hparams_file": None, "strict": True, "we
 
 _CALLBACKS = ("early_stopping", "lr_monitor", "model_checkpoint", "model_summary", "progress.", "rich_model_summary")
 # Where the code is that reads no weights between an update and the next forward pass, or waits for them.
-_WAITING = ("lmscale.", "lightning.pytorch.loggers.", *(f"lightning.pytorch.callbacks.{name}" for name in _CALLBACKS))
+_WAITING = ("lmscale.", "lightning.pytorch.loggers.", "lightning.pytorch.profilers.")
+_WAITING += tuple(f"lightning.pytorch.callbacks.{name}" for name in _CALLBACKS)
 
 
 def reads_no_weights(trainer: L.Trainer) -> bool:
-    """Whether no code of the user's may read weights between an update and the next forward pass: model, module, data
-    module, callbacks and loggers are the project's, or of those of Lightning's in `_WAITING`."""
+    """Whether none of the user's code that the Trainer calls may read weights between an update and the next forward
+    pass: model, module, data module, strategy, profiler, callbacks and loggers are the project's, or of those of
+    Lightning's in `_WAITING`, without hooks set on them."""
     module = trainer.lightning_module
-    objects = (module, trainer.datamodule, *trainer.callbacks, *trainer.loggers)
+    objects = (module, trainer.datamodule, trainer.strategy, trainer.profiler, *trainer.callbacks, *trainer.loggers)
     known = all(each is None or type(each).__module__.startswith(_WAITING) for each in objects)
-    return known and module.config.family in BUILT_IN
+    set_on_it = any(callable(value) and hasattr(L.LightningModule, name) for name, value in vars(module).items())
+    hooks = any(each._forward_pre_hooks or each._forward_hooks for each in module.modules())
+    return known and not set_on_it and not hooks and module.config.family in BUILT_IN
 
 
 def dtype_of_trainer(trainer: L.Trainer) -> str:

@@ -136,7 +136,9 @@ class TrainingModule(L.LightningModule, ABC):
             sums = self.compute(micro_batch, received, self.dropout_keys(micro_batch))
             if not parallel.is_last_stage:
                 return sums
-            if not denominators:  # not before the first forward pass: messages of a group follow one another
+            if (
+                not denominators
+            ):  # after the first forward pass: a group's messages run in order, and weights come first
                 denominators.extend(self._denominators(counts))
             terms = sums / denominators[index].to(sums.dtype)
             self.step_terms += terms.detach().double()
@@ -323,7 +325,8 @@ class TrainingModule(L.LightningModule, ABC):
         if self.weights_from:
             with self.reading(self.weights_from) as read_into:
                 optimizer.load_masters(read_into)
-        if reads_no_weights(self.trainer):
+        vars(self.model.transformer).pop("before_layer", None)  # of an earlier fit
+        if self.parallel.zero1 and reads_no_weights(self.trainer):
             optimizer.gather_behind(self.model.transformer)
         optimizer.register_step_post_hook(self._finish_step)
         schedule = UpdateSchedule(optimizer, self.schedule, self.optimizer_config.lr)
