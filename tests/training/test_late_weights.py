@@ -335,8 +335,7 @@ def test_after_an_exception_the_end_of_a_fit_does_not_wait_for_a_lost_rank(monke
     optimizer = MixedPrecisionAdamW.__new__(MixedPrecisionAdamW)
     optimizer.buffer = mock.Mock(**{"wait_for_weights.side_effect": RuntimeError("connection closed by peer")})
     strategy._optimizers = [optimizer]
-    environment = SimpleNamespace(teardown=lambda: ended.append("environment"))
-    monkeypatch.setattr(TensorParallelStrategy, "cluster_environment", environment, raising=False)
+    strategy.cluster_environment = SimpleNamespace(teardown=lambda: ended.append("environment"))
     strategy._accelerator = SimpleNamespace(teardown=lambda: ended.append("accelerator"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="closed by peer"):
