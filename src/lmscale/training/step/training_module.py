@@ -325,7 +325,8 @@ class TrainingModule(L.LightningModule, ABC):
         if self.weights_from:
             with self.reading(self.weights_from) as read_into:
                 optimizer.load_masters(read_into)
-        vars(self.model.transformer).pop("before_layer", None)  # of an earlier fit
+        for each in self.model.modules():
+            vars(each).pop("before_layer", None)  # of an earlier fit, whose buffer it would keep
         if self.parallel.zero1 and reads_no_weights(self.trainer):
             optimizer.gather_behind(self.model.transformer)
         optimizer.register_step_post_hook(self._finish_step)
