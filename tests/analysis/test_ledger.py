@@ -105,7 +105,7 @@ def test_the_small_studies_fill_figures_6_and_7() -> None:
 def test_small_measurements_are_listed_only_for_the_smallest_model(rows) -> None:
     assert rows.loc["table_5/bert_336m/mnli/accuracy_matched", "evidence"] == "scaled down"
     assert rows.loc["table_5/bert_1.3b/mnli/accuracy_matched", "from"].startswith("`miniature.json`")
-    alone = ledger(context(without="miniature")).set_index("id")
+    alone = ledger(context(without="miniature.json")).set_index("id")
     assert alone.loc["table_5/bert_1.3b/mnli/accuracy_matched", "evidence"] == "not run"
     without = ledger(context(without="finetune_small")).set_index("id")
     assert without.loc["table_5/bert_336m/mnli/accuracy_matched", "evidence"] == "not run"
