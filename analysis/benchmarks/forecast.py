@@ -234,7 +234,7 @@ def goal_plan(name: str, cluster: Cluster, of_recipe: bool = False, **options: b
 
 def goals() -> dict[str, dict[str, float]]:
     """The share of the peak of each goal's model as it is, with `OPTIONS` where there are several tensor ranks, and
-    with another attention kernel: each change is added to those before it; the last of a step of the recipe's batch."""
+    with another attention kernel: each change is added to those before it."""
     found: dict[str, dict[str, float]] = {}
     for name, (*_, goal) in GOALS.items():
         found[name] = {"goal": goal, "as it is": share_of(goal_plan(name, cluster_of("h200")))}

@@ -32,6 +32,9 @@ def test_a_row_has_the_required_value_and_whether_it_is_reached(tmp_path) -> Non
     record = write(tmp_path / "a.json", ours__share=0.61)
     assert rows.row("gpt", record, "ours/share", 0.6).endswith("0.61 u (required: 0.6)  reached")
     assert rows.row("gpt", record, "ours/share", 0.62).endswith("(required: 0.62)  NOT REACHED")
+    other = write(tmp_path / "b.json", ours__share=0.5)
+    assert rows.ratio("fp8", record, other, "ours/share", 1.2).endswith("1.22 (required: 1.2)  reached")
+    assert rows.ratio("fp8", record, other, "ours/share", 1.23).endswith("(required: 1.23)  NOT REACHED")
 
 
 def test_the_loss_of_a_run_is_stored_and_compared_with_seeds(tmp_path) -> None:

@@ -136,9 +136,7 @@ class TrainingModule(L.LightningModule, ABC):
             sums = self.compute(micro_batch, received, self.dropout_keys(micro_batch))
             if not parallel.is_last_stage:
                 return sums
-            if (
-                not denominators
-            ):  # after the first forward pass: a group's messages run in order, and weights come first
+            if not denominators:  # not before the first forward pass, where the sum would wait for ZeRO-1's weights
                 denominators.extend(self._denominators(counts))
             terms = sums / denominators[index].to(sums.dtype)
             self.step_terms += terms.detach().double()
